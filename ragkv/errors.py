@@ -1,0 +1,33 @@
+"""What can go wrong, as types. Messages name the value and the remedy; only the CLI and the server translate them."""
+
+
+class RagKVError(Exception):
+    """Base of every error that ragkv raises on purpose."""
+
+
+class ConfigError(RagKVError):
+    """A setting, a policy or a budget that can't be used."""
+
+
+class DocumentError(RagKVError):
+    """A document that can't be indexed: empty, unreadable, binary, or without text."""
+
+
+class ModelError(RagKVError):
+    """A model that is missing, damaged, or can't be loaded."""
+
+
+class StoreError(RagKVError):
+    """A store that can't be used: made by another version, or no space left."""
+
+
+class ContextTooLongError(RagKVError):
+    """A prompt that doesn't fit into the model's context.
+
+    `num_tokens` and `limit` carry the two lengths in tokens.
+    """
+
+    def __init__(self, message: str, num_tokens: int, limit: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.limit = limit
