@@ -1,0 +1,281 @@
+"""The truth about documents, chunks and vectors: one SQLite file. Knows nothing about indexes, embedders or KV."""
+
+import json
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ragkv.errors import StoreError
+from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.hashing import chunk_hash
+
+APPLICATION_ID = 0x7261676B  # "ragk"
+BUSY_TIMEOUT_S = 60
+BATCH = 256
+
+# Entry i brings a file from version i to i + 1 (PRAGMA user_version). Never edit an entry that was released: append.
+MIGRATIONS = (
+    (
+        "CREATE TABLE catalog (identity TEXT NOT NULL, revision INTEGER NOT NULL)",
+        "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+        "CREATE TABLE documents (id TEXT PRIMARY KEY, title TEXT NOT NULL, digest TEXT NOT NULL)",
+        """CREATE TABLE chunks (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
+            ordinal INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            token_ids BLOB NOT NULL,
+            hash TEXT NOT NULL,
+            vector BLOB NOT NULL,
+            UNIQUE (document_id, ordinal)
+        )""",
+        "CREATE INDEX chunks_by_hash ON chunks (hash)",
+    ),
+)
+
+_CHUNK = "SELECT id, document_id, ordinal, text, token_ids, hash FROM chunks"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk as indexed. `id` is never used again; `chunk_hash` is shared by chunks of the same tokens."""
+
+    id: int
+    document_id: str
+    ordinal: int
+    text: str
+    token_ids: tuple[int, ...]
+    chunk_hash: str
+
+
+@dataclass(frozen=True)
+class DocumentInfo:
+    id: str
+    title: str
+    num_chunks: int
+    digest: str
+
+
+class Catalog:
+    """An open catalogue, made if there is none. Many threads may share it, many processes may open the same file.
+
+    What a method has written survives kill -9 and loss of power. Every method raises StoreError if SQLite fails: no
+    space left, a damaged file, or another process that writes for longer than BUSY_TIMEOUT_S.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._lock = threading.RLock()
+        with self._translated():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    @property
+    def data_version(self) -> int:
+        """Grows with every change to documents, whichever process makes it. Costs microseconds."""
+        return int(self._rows("SELECT revision FROM catalog")[0][0])
+
+    def document_digest(self, id: str) -> str | None:
+        """Return the digest that was given when the document was put, None if it isn't here."""
+        rows = self._rows("SELECT digest FROM documents WHERE id = ?", id)
+        return str(rows[0][0]) if rows else None
+
+    def put_document(
+        self, id: str, title: str, digest: str, chunks: Sequence[ChunkText], vectors: npt.NDArray[np.float32]
+    ) -> None:
+        """Write the document with its chunks and their vectors `[n, dim]`; an earlier version goes, all or nothing.
+
+        Raises ValueError unless there is a vector per chunk, StoreError if other documents' vectors have another `dim`.
+        """
+        vectors = np.asarray(vectors, "<f4")
+        if len(chunks) != len(vectors) or (len(chunks) and vectors.ndim != 2):
+            raise ValueError(f"{len(chunks)} chunks need as many vectors; the array is {vectors.shape}")
+        rows = [
+            (
+                id,
+                i,
+                chunk.text,
+                np.asarray(chunk.token_ids, "<i4").tobytes(),
+                chunk_hash(chunk.token_ids),
+                row.tobytes(),
+            )
+            for i, (chunk, row) in enumerate(zip(chunks, vectors, strict=True))
+        ]
+        with self._transaction() as db:
+            db.execute("DELETE FROM documents WHERE id = ?", (id,))
+            other = db.execute("SELECT length(vector) / 4 FROM chunks LIMIT 1").fetchone()
+            if rows and other and other[0] != vectors.shape[1]:
+                raise StoreError(
+                    f"vectors of {vectors.shape[1]} dimensions don't fit the {other[0]} of '{self._path}'; use the "
+                    "embedder it was made with, or delete its documents first"
+                )
+            db.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", (id, title, digest))
+            db.executemany(
+                "INSERT INTO chunks (document_id, ordinal, text, token_ids, hash, vector) VALUES (?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+            db.execute("UPDATE catalog SET revision = revision + 1")
+
+    def delete_document(self, id: str) -> bool:
+        """Delete the document and its chunks; False if it isn't here."""
+        with self._transaction() as db:
+            deleted = db.execute("DELETE FROM documents WHERE id = ?", (id,)).rowcount > 0
+            if deleted:
+                db.execute("UPDATE catalog SET revision = revision + 1")
+        return deleted
+
+    def documents(self) -> list[DocumentInfo]:
+        rows = self._rows(
+            "SELECT d.id, d.title, count(c.id), d.digest FROM documents d LEFT JOIN chunks c ON c.document_id = d.id "
+            "GROUP BY d.id ORDER BY d.id"
+        )
+        return [DocumentInfo(*row) for row in rows]
+
+    def chunks(self, ids: Iterable[int]) -> list[Chunk]:
+        """Return the chunks in the order asked, without those that are gone."""
+        ids = [int(id) for id in ids]
+        found = {
+            row[0]: row for row in self._rows(f"{_CHUNK} WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
+        }
+        return [_chunk(found[id]) for id in ids if id in found]
+
+    def document_chunks(self, id: str) -> list[Chunk]:
+        """Return the document's chunks in their order; none if it isn't here."""
+        return [_chunk(row) for row in self._rows(f"{_CHUNK} WHERE document_id = ? ORDER BY ordinal", id)]
+
+    def iter_chunks(self) -> Iterator[Chunk]:
+        """Yield all chunks by id. Reads in batches and holds no lock between them: changes made meanwhile may show."""
+        last = 0
+        while rows := self._rows(f"{_CHUNK} WHERE id > ? ORDER BY id LIMIT ?", last, BATCH):
+            yield from map(_chunk, rows)
+            last = rows[-1][0]
+
+    def chunk_ids(self) -> set[int]:
+        return {row[0] for row in self._rows("SELECT id FROM chunks")}
+
+    def chunk_hashes(self) -> set[str]:
+        return {row[0] for row in self._rows("SELECT DISTINCT hash FROM chunks")}
+
+    def unreferenced(self, hashes: Iterable[str]) -> set[str]:
+        """Return those of `hashes` that no chunk of any document has."""
+        hashes = set(hashes)
+        rows = self._rows("SELECT hash FROM chunks WHERE hash IN (SELECT value FROM json_each(?))", _json(hashes))
+        return hashes - {row[0] for row in rows}
+
+    def vectors(self, ids: Iterable[int]) -> tuple[list[int], npt.NDArray[np.float32]]:
+        """Return those of `ids` that are still here, and their vectors `[n, dim]` in the same order."""
+        rows = self._rows("SELECT id, vector FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
+        vectors = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
+        return [row[0] for row in rows], vectors.reshape(len(rows), -1) if rows else vectors.reshape(0, 0)
+
+    def get_setting(self, name: str) -> str | None:
+        rows = self._rows("SELECT value FROM settings WHERE name = ?", name)
+        return str(rows[0][0]) if rows else None
+
+    def put_setting(self, name: str, value: str) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", (name, value))
+
+    def _open(self) -> None:
+        """Check whose file this is before anything is written to it, then bring it to this version."""
+        self._check()
+        with self._translated():
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # NORMAL could lose the last commits with the power, and so give a chunk id out twice: indexes rely on it.
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+        with self._transaction() as db:
+            version = self._check()
+            for statements in MIGRATIONS[version:]:
+                for statement in statements:
+                    db.execute(statement)
+            if version == 0:
+                db.execute("INSERT INTO catalog (identity, revision) VALUES (?, 0)", (uuid.uuid4().hex,))
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        self.identity = str(self._rows("SELECT identity FROM catalog")[0][0])
+
+    def _check(self) -> int:
+        """Return the file's version, 0 for a new one. Raises StoreError for files that aren't ours to change."""
+        (application,), (version,), (num_tables,) = (
+            self._rows(query)[0]
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if application != APPLICATION_ID and (num_tables or version):
+            raise StoreError(f"'{self._path}' is another program's database; choose another place for the catalogue")
+        if version > len(MIGRATIONS):
+            raise StoreError(
+                f"'{self._path}' was made by a newer ragkv (version {version}, this one knows {len(MIGRATIONS)}); "
+                "upgrade ragkv"
+            )
+        return int(version)
+
+    def _rows(self, query: str, *parameters: object) -> list[Any]:
+        with self._translated(), self._lock:
+            return self._db.execute(query, parameters).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._translated(), self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the catalogue '{self._path}' can't be used: {error}; {_remedy(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    message = str(error)
+    for sign, remedy in (
+        ("locked", "wait for the other process that is writing, or stop it"),
+        ("full", "free some space"),
+        ("not a database", "choose another place for the catalogue"),
+        ("malformed", "remove it and index the documents again"),
+    ):
+        if sign in message:
+            return remedy
+    return "check the path and its rights"
+
+
+def _chunk(row: Sequence[Any]) -> Chunk:
+    id, document_id, ordinal, text, token_ids, hash = row
+    return Chunk(id, document_id, ordinal, text, tuple(np.frombuffer(token_ids, "<i4").tolist()), hash)
+
+
+def _json(values: Iterable[int] | Iterable[str]) -> str:
+    return json.dumps(list(values))

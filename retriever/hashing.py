@@ -1,0 +1,14 @@
+"""The name of a chunk's content, the same in every layer. Knows nothing about where chunks come from."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+
+def chunk_hash(token_ids: Sequence[int]) -> str:
+    """Return the hex XXH3-128 of the token ids as little-endian int32.
+
+    Fast, not cryptographic: somebody who chooses both texts can make two of them collide.
+    """
+    return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())

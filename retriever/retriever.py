@@ -1,0 +1,59 @@
+"""A question to its chunks. Knows nothing about how chunks are prompted, cached or answered from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ragkv.errors import ConfigError
+from ragkv.retriever.catalog import Catalog, Chunk
+from ragkv.retriever.index import VectorIndex
+
+
+class QuestionEmbedder(Protocol):
+    """What the retriever needs of an embedder."""
+
+    def embed_question(self, question: str) -> npt.NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A chunk that was found, and its cosine similarity to the question."""
+
+    chunk: Chunk
+    score: float
+
+
+class Retriever:
+    """Searches the catalogue as it is now, also after another process has changed it. Usable from many threads."""
+
+    def __init__(self, catalog: Catalog, index: VectorIndex, embedder: QuestionEmbedder) -> None:
+        self._catalog = catalog
+        self._index = index
+        self._embedder = embedder
+
+    def search(self, question: str, top_k: int) -> list[Hit]:
+        """Return up to `top_k` chunks, best first; a text that several documents share comes once.
+
+        Brings the index up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue fails.
+        """
+        if top_k < 1:
+            raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
+        vector = self._embedder.embed_question(question)
+        num_asked = top_k
+        while True:
+            self._index.sync(self._catalog)
+            found = self._index.search(vector, num_asked)
+            hits = self._hits(found)
+            if len(hits) >= top_k or len(found) < num_asked:
+                return hits[:top_k]
+            num_asked *= 2  # some were of one text, or deleted since
+
+    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
+        scores = dict(found)
+        hits: dict[str, Hit] = {}
+        for chunk in self._catalog.chunks(list(scores)):
+            hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id]))
+        return list(hits.values())

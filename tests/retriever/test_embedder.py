@@ -1,0 +1,69 @@
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragkv.errors import ModelError
+from ragkv.retriever.embedder import Embedder
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    home = Path(os.environ.get("RAGKV_HOME", "~/.ragkv")).expanduser()
+    path = Path(os.environ.get("RAGKV_TEST_EMBEDDER", home / "models" / "all-minilm-l6-v2"))
+    if not path.is_dir():
+        pytest.skip(f"no embedder at {path}; set RAGKV_TEST_EMBEDDER to a sentence-transformers folder")
+    return Embedder(path, device="cpu", batch_size=4)
+
+
+def test_unit_vectors_in_the_order_given(embedder: Embedder) -> None:
+    texts = ["A fox jumps.", "Bonds yield interest. " * 5, "Dogs sleep.", "x", "Paris is in France.", "A fox jumps."]
+    done: list[int] = []
+    vectors = embedder.embed(texts, done.append)
+    assert vectors.shape == (6, embedder.dimension) and vectors.dtype == np.float32
+    assert done == [4, 6]
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    for text, vector in zip(texts, vectors, strict=True):
+        np.testing.assert_allclose(embedder.embed([text])[0], vector, atol=1e-4)
+
+
+def test_question_is_near_its_answer(embedder: Embedder) -> None:
+    vectors = embedder.embed(["A fox jumps over a dog.", "Bonds yield interest.", "Paris is the capital of France."])
+    question = embedder.embed_question("What is France's capital city?")
+    assert question.shape == (embedder.dimension,)
+    assert int(np.argmax(vectors @ question)) == 2
+
+
+def test_no_texts(embedder: Embedder) -> None:
+    assert embedder.embed([]).shape == (0, embedder.dimension)
+
+
+def test_end_of_a_long_text_counts(embedder: Embedder) -> None:
+    filler = "Bonds yield interest every year. " * 60  # beyond the model's 256 tokens
+    plain, fox = embedder.embed([filler + filler, filler + "A fox jumps over a lazy dog. " * 60])
+    question = embedder.embed_question("Which animal jumps over the dog?")
+    np.testing.assert_allclose(np.linalg.norm([plain, fox], axis=1), 1, atol=1e-5)
+    assert fox @ question > plain @ question + 0.1
+    assert len(embedder._windows(filler)) > 1 and "".join(embedder._windows(filler)) == filler
+
+
+def test_threads_share_it(embedder: Embedder, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    expected = embedder.embed_question("one fox")
+    with ThreadPoolExecutor(4) as pool:
+        for vector in pool.map(embedder.embed_question, ["one fox", "one fox"] * 4):
+            np.testing.assert_allclose(vector, expected, atol=1e-5)
+        list(pool.map(lambda i: embedder.embed(["word " * (i * 50)]), range(1, 9)))
+
+
+def test_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no folder"):
+        Embedder(tmp_path / "missing")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="can't load"):
+        Embedder(tmp_path)
