@@ -1,0 +1,71 @@
+"""The seam between fusion and storage: what every KV store can do."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ragkv.store.record import ChunkKey, LayerKV
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds. `size_bytes` is the sum of the records; `file_bytes` what they take on disk (0 in memory)."""
+
+    num_chunks: int
+    num_records: int
+    size_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: `problems` has one line for each bad chunk, with its hash."""
+
+    num_records: int
+    problems: list[str] = field(default_factory=list)
+
+
+class Snapshot(Protocol):
+    """A consistent view of the store, unmoved by writers."""
+
+    def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
+        """One layer of a chunk, or None where there is none.
+
+        The tensors are read-only, share the store's memory and live as long as the snapshot. Raises
+        CorruptRecordError for bytes that don't verify.
+        """
+        ...
+
+
+class KVStore(Protocol):
+    """One record for each chunk and layer. All layers of a chunk are put, and deleted, together or not at all."""
+
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+        """Store chunks in one transaction: all are durable when the call returns, or none. Replaces what was there.
+
+        Raises StoreError, having written nothing, where there is no space.
+        """
+        ...
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the chunk's records are there, without reading their payload."""
+        ...
+
+    def snapshot(self) -> AbstractContextManager[Snapshot]: ...
+
+    def delete(self, chunk_hashes: Iterable[str]) -> int:
+        """Remove every record of these chunks, whatever the model and anchor. Returns how many records went."""
+        ...
+
+    def chunk_hashes(self) -> Iterator[str]:
+        """The chunks that have records, each once."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def verify(self) -> Verification:
+        """Read every record and check it, and that every chunk has all its layers."""
+        ...
+
+    def close(self) -> None: ...

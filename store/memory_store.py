@@ -1,0 +1,57 @@
+"""The in-memory twin of the LMDB store: the same contract in a dict, for tests and for stores that needn't last."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ragkv.store.base import StoreStats, Verification
+from ragkv.store.record import ChunkKey, LayerKV, decode, encode
+from ragkv.store.verification import HASH_BYTES, verify_records
+
+
+class MemoryStore:
+    def __init__(self) -> None:
+        self._records: dict[bytes, bytes] = {}
+
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+        records = dict(self._records)
+        for key, layers in chunks:
+            records.update({key.layer(i): encode(key.layer(i), kv) for i, kv in enumerate(layers)})
+        self._records = records
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key.layer(0) in self._records
+
+    @contextmanager
+    def snapshot(self) -> Iterator["_MemorySnapshot"]:
+        yield _MemorySnapshot(self._records)
+
+    def delete(self, chunk_hashes: Iterable[str]) -> int:
+        gone = {bytes.fromhex(chunk_hash) for chunk_hash in chunk_hashes}
+        kept = {key: value for key, value in self._records.items() if key[:HASH_BYTES] not in gone}
+        num_deleted = len(self._records) - len(kept)
+        self._records = kept
+        return num_deleted
+
+    def chunk_hashes(self) -> Iterator[str]:
+        return iter(sorted({key[:HASH_BYTES].hex() for key in self._records}))
+
+    def stats(self) -> StoreStats:
+        size_bytes = sum(map(len, self._records.values()))
+        return StoreStats(len(list(self.chunk_hashes())), len(self._records), size_bytes, file_bytes=0)
+
+    def verify(self) -> Verification:
+        return verify_records(sorted(self._records.items()))
+
+    def close(self) -> None:
+        self._records = {}
+
+
+class _MemorySnapshot:
+    """Writers replace the dict and never change it, so holding it is a snapshot."""
+
+    def __init__(self, records: dict[bytes, bytes]) -> None:
+        self._records = records
+
+    def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
+        value = self._records.get(key.layer(layer))
+        return None if value is None else decode(key.layer(layer), value)

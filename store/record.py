@@ -1,0 +1,110 @@
+"""The KV record: a versioned header and the raw K and V of one chunk in one layer.
+
+Layout (little-endian): 64-byte header, then K `[Hkv, T, D]`, then V `[Hkv, T, D]`, head-major. The checksum covers the
+record's key, the header and the payload, so bytes that are damaged, or filed under another key, don't verify.
+"""
+
+import struct
+import warnings
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import xxhash
+
+FORMAT_VERSION: Final = 1
+
+# Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+_MAGIC = b"RKV1"
+_HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, T, base position, reserved
+_HEADER_SIZE = 64
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
+_CODEC_RAW = 0
+_CODE_TO_DTYPE = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
+_DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """Addresses one chunk's KV: what was computed, behind what, by which model.
+
+    chunk_hash, anchor_hash: hex digests of token ids (128 bits); the anchor is what stood before the chunk at capture.
+    fingerprint: hex digest of the model (128 bits).
+    heads: the range of KV heads in the record, `(first, last + 1)`, so that tensor-parallel ranks read their slice.
+    """
+
+    chunk_hash: str
+    anchor_hash: str
+    fingerprint: str
+    heads: tuple[int, int]
+
+    def prefix(self) -> bytes:
+        hashes = bytes.fromhex(self.chunk_hash + self.anchor_hash + self.fingerprint)
+        return hashes + struct.pack(">HH", *self.heads)
+
+    def layer(self, index: int) -> bytes:
+        """The key of one layer's record: 54 bytes, sorted by chunk first, so that a chunk's records lie together."""
+        return self.prefix() + struct.pack(">H", index)
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    base_position: int
+
+
+class CorruptRecordError(Exception):
+    """Stored bytes that don't verify. Callers treat the record as a miss; it never reaches a user."""
+
+
+def encode(key: bytes, kv: LayerKV) -> bytes:
+    """Serialise one layer of a chunk under its key."""
+    num_kv_heads, num_tokens, head_size = kv.k.shape
+    dtype = _DTYPE_TO_CODE[kv.k.dtype]
+    fields = (_MAGIC, FORMAT_VERSION, _CODEC_RAW, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, 0)
+    header = _HEADER.pack(*fields).ljust(_CHECKSUM_OFFSET, b"\0")
+    payload = _raw(kv.k) + _raw(kv.v)
+    return header + _CHECKSUM.pack(_checksum(key, header, payload)) + payload
+
+
+def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
+    """Read a record without copying: the tensors share `value`'s memory, are read-only and live as long as it does.
+
+    Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
+    """
+    view = memoryview(value)
+    if len(view) < _HEADER_SIZE:
+        raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
+    magic, version, codec, dtype_code, num_kv_heads, head_size, num_tokens, base, _ = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise CorruptRecordError("not a KV record")
+    if version != FORMAT_VERSION or codec != _CODEC_RAW or dtype_code not in _CODE_TO_DTYPE:
+        raise CorruptRecordError(f"version {version}, codec {codec}, dtype {dtype_code} are unknown to this release")
+    header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
+    (expected,) = _CHECKSUM.unpack_from(view, _CHECKSUM_OFFSET)
+    dtype = _CODE_TO_DTYPE[dtype_code]
+    shape = (num_kv_heads, num_tokens, head_size)
+    size_bytes = num_kv_heads * num_tokens * head_size * dtype.itemsize
+    if len(payload) != 2 * size_bytes:
+        raise CorruptRecordError(f"{len(payload)} bytes of payload where the header says {2 * size_bytes}")
+    if _checksum(key, header, payload) != expected:
+        raise CorruptRecordError("checksum mismatch")
+    k, v = (torch.frombuffer(payload[start : start + size_bytes], dtype=dtype).view(shape) for start in (0, size_bytes))
+    return LayerKV(k, v, base)
+
+
+def _checksum(key: bytes, header: bytes | memoryview, payload: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64(key)
+    digest.update(header)
+    digest.update(payload)
+    return digest.intdigest()
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
