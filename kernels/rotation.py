@@ -1,0 +1,45 @@
+"""Moves keys from the position they were computed at to another, by rotating them further (RoPE is relative)."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one layer rotates its keys.
+
+    cos, sin: `[P, R/2]` float32 on the keys' device, the rotation by p positions in row p. `neox`: pairs are (i, i + R/2)
+    (GPT-NeoX style) and not (2i, 2i + 1) (GPT-J style). Dimensions from R on are not rotated.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    neox: bool
+
+    @classmethod
+    def from_table(cls, cos_sin: torch.Tensor, neox: bool) -> "Rotation":
+        """From a model's table `[P, R]` of cosines and sines side by side.
+
+        Tables that carry an attention scale (YaRN) have it divided out: a shift must not scale the key again.
+        """
+        cos, sin = cos_sin.float().chunk(2, dim=-1)
+        norm = torch.hypot(cos, sin)
+        return cls((cos / norm).contiguous(), (sin / norm).contiguous(), neox)
+
+    def shift(self, k: torch.Tensor, by: int) -> torch.Tensor:
+        """Rotate `k` `[..., T, D]` by `by` positions, forwards or back. Returns a tensor of k's dtype, k itself for 0."""
+        if by == 0:
+            return k
+        cos, sin = self.cos[abs(by)], self.sin[abs(by)] * (1 if by > 0 else -1)
+        rotated_size = 2 * cos.shape[-1]
+        out = torch.empty_like(k)
+        out[..., rotated_size:] = k[..., rotated_size:]
+        if self.neox:
+            first, second = slice(0, rotated_size // 2), slice(rotated_size // 2, rotated_size)
+        else:
+            first, second = slice(0, rotated_size, 2), slice(1, rotated_size, 2)
+        a, b = k[..., first].float(), k[..., second].float()
+        out[..., first] = a * cos - b * sin
+        out[..., second] = b * cos + a * sin
+        return out

@@ -1,0 +1,83 @@
+"""What an answer is made of: the data that the pipeline hands to the CLI, the server and the evaluations."""
+
+from dataclasses import dataclass, field
+
+from ragkv.policies import Policy
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What a caller may choose for one question."""
+
+    policy: Policy
+    top_k: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved chunk, in the order of the prompt. `score` is the inner product of the embeddings."""
+
+    document_id: str
+    title: str
+    chunk_id: int
+    ordinal: int
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Where each prompt token's KV came from. The last three add up to `prompt_tokens`.
+
+    prefix_tokens: vLLM's own prefix cache; reused_tokens: the store, as it was; recomputed_tokens: computed now.
+    """
+
+    prompt_tokens: int
+    prefix_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds by stage. `ttft_ms` runs from the submission of the prompt to the first token; it includes load
+    (read, check, rotate, scatter), probe (question over the stale cache) and recompute. `retrieve_ms` comes before."""
+
+    retrieve_ms: float = 0.0
+    load_ms: float = 0.0
+    probe_ms: float = 0.0
+    recompute_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. `policy` is what was really used; `fallback` says why, where it isn't what was asked for."""
+
+    text: str
+    sources: list[Source]
+    policy: str
+    usage: Usage
+    timings: Timings
+    finish_reason: str
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """First event of a stream: the sources, before any token."""
+
+    sources: list[Source] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+AnswerEvent = Retrieved | Delta | Answer

@@ -1,0 +1,263 @@
+"""The vLLM connector: tells the scheduler that a prompt's KV is external, and lets the worker produce it.
+
+Loaded by vLLM with `kv_connector_module_path`; one instance lives in the scheduler, one in each worker. Loads are
+asynchronous: the worker does a bounded slice of work in every engine step while other requests decode.
+"""
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from ragkv.engine.fusion import Fusion
+from ragkv.engine.job import PARAMS_KEY, CaptureTask, FuseTask, Job, Report, task_from_params
+from ragkv.engine.subset import SubsetForward
+from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
+from ragkv.store.lmdb_store import LmdbStore
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_BUSY_SLICE_TOKENS = 256  # while others decode: the longest they wait for one slice
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """Scheduler to worker, each engine step. `busy`: other requests are computed in this step."""
+
+    jobs: list[Job] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+    busy: bool = False
+
+
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """Worker to scheduler: the reports of jobs that ended in this step, by request id."""
+
+    reports: dict[str, Report]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
+        assert isinstance(other, StepReports)
+        return StepReports({**other.reports, **self.reports})
+
+
+class RagKVConnector(KVConnectorBase_V1):
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler = _SchedulerSide()
+        self._worker: _WorkerSide | None = None  # once `attach` has been called
+
+    def attach(self, model: Any, device: Any) -> str | None:
+        """Give the worker's side its model. Returns why the model can't be fused, None if it can."""
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        try:
+            check_layout(self._vllm_config, self._kv_cache_config)
+            subset = SubsetForward(model, self._vllm_config, self._kv_cache_config, device)
+            rotations = find_rotations(subset)
+        except UnsupportedModelError as error:
+            return str(error)
+        store = LmdbStore(Path(extra["store"]))
+        max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        self._worker = _WorkerSide(Fusion(subset, rotations, store, extra["fingerprint"]), max_tokens)
+        return None
+
+    # Scheduler
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._scheduler.start(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepWork:
+        return self._scheduler.take_work(busy=scheduler_output.total_num_scheduled_tokens > 0)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, StepReports):
+            self._scheduler.reports.update(meta.reports)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finish(request.request_id)
+
+    # Worker
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        if self._worker is not None:
+            self._worker.step(work)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_finished() if self._worker else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> StepReports | None:
+        reports = self._worker.take_reports() if self._worker else None
+        return StepReports(reports) if reports else None
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.fusion.store.close()
+
+
+class _SchedulerSide:
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self.reports: dict[str, Report] = {}
+
+    def match(self, request: "Request", num_computed: int) -> tuple[int, bool]:
+        """All of the prompt but its last token is ours, if vLLM's prefix cache doesn't cover what we could add."""
+        task = task_from_params(request.kv_transfer_params)
+        report = self.reports.get(request.request_id)
+        if task is None or (report is not None and report.failed):
+            return 0, False
+        num_tokens = request.num_prompt_tokens - 1
+        useful = num_tokens
+        if isinstance(task, FuseTask) and task.policy.name != "full":
+            useful = task.spans[-1].end if task.spans else 0
+        return (num_tokens - num_computed, True) if num_computed < useful else (0, False)
+
+    def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
+        task = task_from_params(request.kv_transfer_params)
+        assert task is not None
+        token_ids = list(request.prompt_token_ids or [])[:-1]
+        job = Job(request.request_id, task, token_ids, block_ids, num_prefix=len(token_ids) - num_external)
+        self._jobs[request.request_id] = job
+        self._running.add(request.request_id)
+
+    def take_work(self, busy: bool) -> StepWork:
+        work = StepWork(list(self._jobs.values()), self._aborted, busy)
+        self._jobs, self._aborted = {}, set()
+        return work
+
+    def finish(self, request_id: str) -> dict[str, Any] | None:
+        if request_id in self._running and request_id not in self.reports:
+            self._aborted.add(request_id)
+        self._running.discard(request_id)
+        report = self.reports.pop(request_id, None)
+        return {PARAMS_KEY: dataclasses.asdict(report)} if report else None
+
+
+class _WorkerSide:
+    """The queue of jobs and the one in progress. Does one slice of work in every engine step, oldest job first."""
+
+    def __init__(self, fusion: Fusion, max_batch_tokens: int) -> None:
+        self.fusion = fusion
+        self._max_batch_tokens = max_batch_tokens
+        self._slice_tokens = max_batch_tokens
+        self._captures: deque[Job] = deque()
+        self._fusions: deque[tuple[Job, Generator[None, None, Report]]] = deque()
+        self._finished: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._reports: dict[str, Report] = {}
+
+    def step(self, work: StepWork) -> None:
+        self._slice_tokens = _BUSY_SLICE_TOKENS if work.busy else self._max_batch_tokens
+        for job in work.jobs:
+            if isinstance(job.task, CaptureTask):
+                self._captures.append(job)
+            else:
+                self._fusions.append((job, self.fusion.fuse(job, lambda: self._slice_tokens)))
+        if work.aborted:
+            self._drop(work.aborted)
+        if self._fusions:
+            self._fuse_slice()
+        elif self._captures:
+            self._capture_batch()
+
+    def _fuse_slice(self) -> None:
+        job, slices = self._fusions[0]
+        try:
+            next(slices)
+        except StopIteration as stop:
+            self._fusions.popleft()
+            self._finish(job, stop.value)
+        except Exception as error:  # any fault of ours: vLLM prefills the request itself, and the report says why
+            self._fusions.popleft()
+            self._fail(job, error)
+
+    def _capture_batch(self) -> None:
+        jobs = [self._captures.popleft()]
+        num_tokens = len(jobs[0].token_ids)
+        while self._captures and num_tokens + len(self._captures[0].token_ids) <= self._max_batch_tokens:
+            jobs.append(self._captures.popleft())
+            num_tokens += len(jobs[-1].token_ids)
+        try:
+            self.fusion.capture(jobs)
+        except Exception as error:
+            for job in jobs:
+                self._fail(job, error)
+            return
+        for job in jobs:
+            self._finish(job, Report(policy="capture", recomputed_tokens=len(job.token_ids)))
+
+    def _finish(self, job: Job, report: Report) -> None:
+        self._finished.add(job.request_id)
+        self._reports[job.request_id] = report
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        logger.error("request %s is prefilled by vLLM instead", job.request_id, exc_info=error)
+        first_block = job.num_prefix // self.fusion.subset.block_size
+        self._bad_blocks.update(job.block_ids[first_block:])
+        self._finish(job, Report(problem=f"{type(error).__name__}: {error}", failed=True))
+
+    def _drop(self, aborted: set[str]) -> None:
+        dropped = [job for job, _ in self._fusions if job.request_id in aborted]
+        dropped += [job for job in self._captures if job.request_id in aborted]
+        self._fusions = deque(item for item in self._fusions if item[0].request_id not in aborted)
+        self._captures = deque(job for job in self._captures if job.request_id not in aborted)
+        self._finished.update(job.request_id for job in dropped)
+
+    def take_finished(self) -> set[str] | None:
+        finished, self._finished = self._finished, set()
+        return finished or None
+
+    def take_bad_blocks(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_reports(self) -> dict[str, Report]:
+        reports, self._reports = self._reports, {}
+        return reports
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker (`worker_extension_cls`): what the connector can't reach by itself."""
+
+    def ragkv_attach(self) -> str | None:
+        """Introduce the loaded model to the connector. Returns why it can't be fused, None if it can."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, RagKVConnector)
+        runner = self.model_runner  # type: ignore[attr-defined]
+        return connector.attach(runner.get_model(), runner.device)

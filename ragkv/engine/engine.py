@@ -1,0 +1,144 @@
+"""One vLLM engine with ragkv's connector in it: token ids in, tokens and a report out."""
+
+import dataclasses
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv.config import ModelConfig
+from ragkv.engine.job import PARAMS_KEY, CaptureTask, FuseTask, Report
+from ragkv.errors import ModelError, StoreError
+
+logger = logging.getLogger(__name__)
+
+_CONNECTOR_MODULE = "ragkv.engine.connector"
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """A piece of an answer. `report` comes with the last piece of a request that had a task."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    report: Report | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[dict[int, float]] | None = None
+
+
+class Engine:
+    """Owns vLLM's processes from `start` to `close`.
+
+    `unsupported` says why this model's KV can't be fused (None if it can): its requests are then served by full prefill.
+    `max_model_len` is the context limit in tokens, prompt and answer together.
+    """
+
+    def __init__(self, llm: Any, unsupported: str | None) -> None:
+        self._llm = llm
+        self.unsupported = unsupported
+        self.max_model_len: int = llm.model_config.max_model_len
+
+    @classmethod
+    async def start(
+        cls, model: Path, config: ModelConfig, store: Path, fingerprint: str, **engine_args: Any
+    ) -> "Engine":
+        """Load the model (seconds to minutes). `engine_args` go to vLLM as they are. Raises ModelError."""
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import AsyncEngineArgs
+        from vllm.config import KVTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        transfer = KVTransferConfig(
+            kv_connector="RagKVConnector",
+            kv_connector_module_path=_CONNECTOR_MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"store": str(store), "fingerprint": fingerprint},
+        )
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_len,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enforce_eager": not config.compile,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension",
+            "kv_transfer_config": transfer,
+        }
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **engine_args}))
+            (unsupported, *_) = await llm.collective_rpc("ragkv_attach")
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
+        if unsupported:
+            logger.warning("no fusion for this model, every request gets a full prefill: %s", unsupported)
+        return cls(llm, unsupported)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._llm.errored
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        task: FuseTask | CaptureTask | None = None,
+        *,
+        max_tokens: int,
+        salt: str | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[EngineOutput]:
+        """Decode greedily (unless `sampling` says otherwise) behind `token_ids`, piece by piece.
+
+        salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
+        Closing the generator aborts the request.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": task.to_params()} if task else None,
+            **{"temperature": 0.0, **sampling},
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
+            (piece,) = output.outputs
+            yield EngineOutput(
+                piece.text,
+                list(piece.token_ids),
+                piece.finish_reason,
+                _report(output.kv_transfer_params),
+                output.num_cached_tokens or 0,
+                [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
+            )
+
+    async def capture(self, token_ids: list[int], task: CaptureTask) -> float:
+        """Prefill `token_ids` and store the KV of the task's span, which ends them. Returns the seconds it took.
+
+        Many captures at a time are batched. Raises StoreError if it couldn't be stored.
+        """
+        begin = time.perf_counter()
+        prompt = [*token_ids, token_ids[-1]]  # vLLM itself computes the last token of a prompt, so it gets one more
+        async for output in self.generate(prompt, task, max_tokens=1, salt=f"capture-{uuid.uuid4().hex}"):
+            if output.finish_reason and (output.report is None or output.report.failed):
+                raise StoreError(output.report.problem if output.report else "vLLM gave up a capture")
+        return time.perf_counter() - begin
+
+    async def close(self) -> None:
+        self._llm.shutdown()
+
+
+def _report(params: dict[str, Any] | None) -> Report | None:
+    fields = (params or {}).get(PARAMS_KEY)
+    names = {field.name for field in dataclasses.fields(Report)}
+    return Report(**fields) if fields and set(fields) == names else None

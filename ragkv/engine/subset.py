@@ -1,0 +1,140 @@
+"""Runs vLLM's own model over any subset of positions of requests' paged KV.
+
+Knows nothing about chunks, stores or policies. The model runs as it is, so masks, sliding windows, soft caps, quantised
+weights and experts are vLLM's business (docs/decisions/0002).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+
+BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions of one request to compute: `token_ids` and sorted `positions` `[T]`, and the request's `block_ids`.
+
+    `rope_offset` is added to the positions that the model sees, and not to where the KV is written.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+    rope_offset: int = 0
+
+
+class SubsetForward:
+    """The model of one worker, with its layers in order. Not thread-safe: call it between engine steps."""
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
+    ) -> None:
+        self.model, self.vllm_config, self.device = model, vllm_config, device
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self.block_size = spec.block_size
+        named = vllm_config.compilation_config.static_forward_context
+        self.names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in named]
+        self.names.sort(key=list(named).index)
+        self.layers: list[Attention] = [named[name] for name in self.names]
+        self._builders = []
+        for _, group in groupby(sorted(self.names, key=self._backend_name), key=self._backend_name):
+            names = list(group)
+            layer_spec = spec.kv_cache_specs[names[0]] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            builder = named[names[0]].attn_backend.get_builder_cls()
+            self._builders.append((names, builder(layer_spec, names, vllm_config, device)))
+
+    def _backend_name(self, name: str) -> str:
+        return str(self.layers[self.names.index(name)].attn_backend.full_cls_name())
+
+    def slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Where `positions` `[T]` lie in the paged cache: `[T]` int64."""
+        return block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write K and V `[Hkv, T, D]` of one layer into the paged cache, in the backend's own layout."""
+        attention = self.layers[layer]
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [T, Hkv, D]
+        attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None) -> None:
+        """Compute the pieces in one forward, leaving their KV in the paged cache.
+
+        Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
+        tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
+        writes its KV and attends, with `[T, H, D]` tensors over all pieces.
+        """
+        positions = torch.cat([piece.positions for piece in pieces])
+        token_ids = torch.cat([piece.token_ids for piece in pieces]).to(self.device)
+        slots = torch.cat([self.slots(piece.positions, piece.block_ids) for piece in pieces]).to(self.device)
+        offsets = torch.cat([torch.full_like(piece.positions, piece.rope_offset) for piece in pieces])
+        common = self._common_metadata(pieces, positions.to(self.device), slots)
+        metadata = {}
+        for names, builder in self._builders:
+            metadata.update(dict.fromkeys(names, builder.build(0, common)))
+        context = set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(self.names, slots),
+            skip_compiled=True,
+        )
+        with context, self._hooked(before_layer):
+            self.model(input_ids=token_ids, positions=(positions + offsets).to(self.device))
+
+    def _common_metadata(
+        self, pieces: Sequence[Piece], positions: torch.Tensor, slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        starts, seq_lens, tables, offset = [0], [], [], 0
+        num_blocks = max(len(piece.block_ids) for piece in pieces)
+        for piece in pieces:
+            ends = [*(torch.nonzero(torch.diff(piece.positions) != 1).flatten() + 1).tolist(), len(piece.positions)]
+            seq_lens += (piece.positions[torch.tensor(ends) - 1] + 1).tolist()
+            starts += [offset + end for end in ends]
+            row = torch.nn.functional.pad(piece.block_ids, (0, num_blocks - len(piece.block_ids)))
+            tables.append(row.expand(len(ends), -1))
+            offset += len(piece.positions)
+        query_start = torch.tensor(starts, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=query_start.to(self.device),
+            query_start_loc_cpu=query_start,
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
+            num_reqs=len(seq_lens),
+            num_actual_tokens=offset,
+            max_query_len=int(torch.diff(query_start).max()),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=torch.cat(tables).int().contiguous().to(self.device),
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+        )
+
+    @contextmanager
+    def _hooked(self, before_layer: BeforeLayer | None) -> Iterator[None]:
+        if before_layer is None:
+            yield
+            return
+        hooks = []
+        for index, layer in enumerate(self.layers):
+
+            def see(module: Attention, args: tuple[torch.Tensor, ...], index: int = index) -> None:
+                q, k, v = args[:3]
+                q = q.view(len(q), -1, module.head_size)
+                k, v = (x.view(len(x), module.num_kv_heads, -1) for x in (k, v))
+                before_layer(index, q, k, v)
+
+            hooks.append(layer.register_forward_pre_hook(see))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from ragkv.kernels.rotation import Rotation
+
+
+def table(positions, rotated, base=10_000.0, scale=1.0):
+    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+    return (scale * torch.cat([angles.cos(), angles.sin()], -1)).float()
+
+
+def rope(x, positions, rotated, neox):
+    """RoPE by complex numbers, in float64: the definition."""
+    frequencies = 10_000.0 ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    turn = torch.polar(torch.ones(len(positions), rotated // 2, dtype=torch.float64), positions[:, None] * frequencies)
+    part = x[..., :rotated].double()
+    pairs = torch.stack(part.chunk(2, -1), -1) if neox else part.view(*part.shape[:-1], -1, 2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    flat = torch.cat(turned.unbind(-1), -1) if neox else turned.flatten(-2)
+    return torch.cat([flat, x[..., rotated:].double()], -1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 500])
+@pytest.mark.parametrize("head_size, rotated", [(64, 64), (80, 32), (128, 128)])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_shifting_equals_rope_at_the_new_position(num_tokens, head_size, rotated, neox, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, num_tokens, head_size, generator=generator)
+    rotation = Rotation.from_table(table(4096, rotated), neox)
+    old, new = torch.arange(37, 37 + num_tokens), torch.arange(1200, 1200 + num_tokens)
+    for start, end in ((old, new), (new, old)):
+        k = rope(x, start, rotated, neox).to(dtype)
+        shifted = rotation.shift(k, int(end[0] - start[0]))
+        assert shifted.dtype == dtype
+        torch.testing.assert_close(shifted.double(), rope(x, end, rotated, neox), atol=tolerance, rtol=tolerance)
+
+
+def test_a_table_with_an_attention_scale_only_rotates():
+    k = torch.randn(1, 5, 64)
+    plain, scaled = (Rotation.from_table(table(256, 64, scale=scale), True) for scale in (1.0, 1.3))
+    torch.testing.assert_close(scaled.shift(k, 100), plain.shift(k, 100))
+
+
+def test_non_contiguous_keys_and_no_shift():
+    k = torch.randn(5, 2, 64).transpose(0, 1)
+    rotation = Rotation.from_table(table(256, 64), True)
+    torch.testing.assert_close(rotation.shift(k, 9), rotation.shift(k.contiguous(), 9))
+    assert rotation.shift(k, 0) is k
