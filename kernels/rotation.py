@@ -9,8 +9,8 @@ import torch
 class Rotation:
     """How one layer rotates its keys.
 
-    cos, sin: `[P, R/2]` float32 on the keys' device, the rotation by p positions in row p. `neox`: pairs are (i, i + R/2)
-    (GPT-NeoX style) and not (2i, 2i + 1) (GPT-J style). Dimensions from R on are not rotated.
+    cos, sin: `[P, R/2]` float32 on the keys' device, the rotation by p positions in row p. Dimensions from R on are not
+    rotated. neox: pairs are (i, i + R/2), GPT-NeoX style, and not (2i, 2i + 1), GPT-J style.
     """
 
     cos: torch.Tensor
@@ -28,7 +28,7 @@ class Rotation:
         return cls((cos / norm).contiguous(), (sin / norm).contiguous(), neox)
 
     def shift(self, k: torch.Tensor, by: int) -> torch.Tensor:
-        """Rotate `k` `[..., T, D]` by `by` positions, forwards or back. Returns a tensor of k's dtype, k itself for 0."""
+        """Rotate `k` `[..., T, D]` by `by` positions, forwards or back; same dtype. Returns k itself for 0."""
         if by == 0:
             return k
         cos, sin = self.cos[abs(by)], self.sin[abs(by)] * (1 if by > 0 else -1)

@@ -7,11 +7,15 @@ from ragkv.policies import Policy
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a caller may choose for one question."""
+    """What a caller may choose for one question.
+
+    `fresh` keeps vLLM's prefix cache out of it, so that a time measured is the time of a first request.
+    """
 
     policy: Policy
     top_k: int
     max_tokens: int
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

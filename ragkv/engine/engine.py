@@ -34,14 +34,15 @@ class EngineOutput:
 class Engine:
     """Owns vLLM's processes from `start` to `close`.
 
-    `unsupported` says why this model's KV can't be fused (None if it can): its requests are then served by full prefill.
-    `max_model_len` is the context limit in tokens, prompt and answer together.
+    unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
+    max_model_len: the context limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
         self._llm = llm
         self.unsupported = unsupported
         self.max_model_len: int = llm.model_config.max_model_len
+        self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
 
     @classmethod
     async def start(

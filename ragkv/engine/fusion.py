@@ -219,11 +219,9 @@ def _head_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def _exact_until(spans: list[Span]) -> int:
-    """Where exactness ends: the anchor's KV, and that of the chunk directly behind it, is what prefill would compute."""
-    end, exact = 0, True
-    for index, span in enumerate(spans):
-        exact = exact and span.start == end and index < 2
-        if not exact:
-            break
-        end = span.end
+    """Where exactness ends: the KV of the anchor, and of a chunk directly behind it, is what prefill would compute."""
+    end = 0
+    for span in spans[:2]:
+        if span.start == end:
+            end = span.end
     return end

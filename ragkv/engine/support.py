@@ -23,8 +23,8 @@ class UnsupportedModelError(Exception):
 def check_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise UnsupportedModelError unless every layer caches the K and V of every token, in one group of blocks."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise UnsupportedModelError("pipeline and context parallelism aren't supported yet")
+    if parallel.world_size > 1:
+        raise UnsupportedModelError("tensor, pipeline and context parallelism aren't supported yet")
     if vllm_config.model_config.uses_mrope:
         raise UnsupportedModelError("multimodal rotary positions (M-RoPE) aren't supported yet")
     groups = kv_cache_config.kv_cache_groups

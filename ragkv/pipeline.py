@@ -1,0 +1,411 @@
+"""The whole flow in one place: `ingest()` turns documents into stored KV, `answer()` turns a question into text.
+
+document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store          (index time)
+question -embed-> search -> chunks -get-> ChunkKV -fuse-> paged KV -decode-> answer   (question time)
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import xxhash
+
+from ragkv import models
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.config import Config
+from ragkv.engine.engine import Engine, EngineOutput
+from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
+from ragkv.errors import ContextTooLongError, DocumentError, StoreError
+from ragkv.home import Home, Owner
+from ragkv.policies import Policy
+from ragkv.prompt import Prompt, PromptLayout
+from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.chunking import Chunker, ChunkText
+from ragkv.retriever.documents import Document, find_files, load_file
+from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.hashing import chunk_hash
+from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.retriever import Hit, Retriever
+from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.record import ChunkKey
+
+_DOCUMENT_BATCH_CHUNKS = 64  # documents are finished, and so survive an interruption, at least this often
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """`done` of `total` items of a stage: "load" counts files, "prefill" chunks."""
+
+    stage: str
+    done: int
+    total: int
+    item: str
+
+
+@dataclass
+class IngestReport:
+    """What an ingest did. `rejected` documents are not indexed; what was indexed of them before is kept."""
+
+    documents_new: int = 0
+    documents_changed: int = 0
+    documents_unchanged: int = 0
+    documents_removed: int = 0
+    chunks_prefilled: int = 0
+    chunks_deleted: int = 0
+    rejected: list[DocumentError] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Work:
+    document: Document
+    digest: str
+    chunks: list[ChunkText]
+
+
+@dataclass
+class _Found:
+    """What the files hold: paths of all, and of those with a rejected document; document ids; what there is to do."""
+
+    files: set[str]
+    rejected: set[str] = field(default_factory=set)
+    documents: set[str] = field(default_factory=set)
+    work: list[_Work] = field(default_factory=list)
+
+
+class Pipeline:
+    """One home and one running model. Usable by many tasks of one event loop at a time."""
+
+    def __init__(
+        self, config: Config, home: Home, owner: Owner, catalog: Catalog, layout: PromptLayout, folder: Path
+    ) -> None:
+        self.config, self._home, self._owner, self._catalog, self._layout = config, home, owner, catalog, layout
+        self._chunker = Chunker(folder, config.index.chunk_tokens, config.index.chunk_overlap)
+        self._embedder = Embedder(models.resolve(config.index.embedder, config.home))
+        self._index = VectorIndex(home.index)
+        self._retriever = Retriever(catalog, self._index, self._embedder)
+        self._anchor_hash = chunk_hash(layout.anchor)
+        self._engine: Engine
+        self._store: LmdbStore
+
+    @classmethod
+    async def open(cls, config: Config, report: Callable[[str], None] = lambda line: None) -> "Pipeline":
+        """Check the home and its models, then load them (half a minute). `report` gets a line for each step.
+
+        Raises ModelError for a missing model, StoreError for a home of another model or version, before vLLM starts.
+        """
+        home = Home(config.home)
+        folder = models.resolve(config.model.name, home.path)
+        fingerprint = models.model_fingerprint(folder, config.model.dtype, home.path)
+        owner = Owner(config.model.name, fingerprint, config.index.embedder)
+        catalog = home.open_catalog()
+        home.check_owner(catalog, owner)
+        home.open_store().close()
+        report(f"loading {config.index.embedder}")
+        pipeline = cls(config, home, owner, catalog, PromptLayout(folder), folder)
+        report(f"starting vLLM with {config.model.name}")
+        pipeline._engine = await Engine.start(folder, config.model, home.kv, fingerprint)
+        pipeline._store = home.open_store()  # only now: an open LMDB must not be carried into vLLM's processes
+        return pipeline
+
+    async def close(self) -> None:
+        await self._engine.close()
+        self._store.close()
+        self._catalog.close()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._engine.is_ready
+
+    @property
+    def fallback(self) -> str | None:
+        """Why this model's KV can't be fused, None if it can."""
+        return self._engine.unsupported
+
+    # Index time
+
+    async def ingest(
+        self, paths: Sequence[Path], progress: Callable[[IngestProgress], None] = lambda step: None
+    ) -> IngestReport:
+        """Bring the index up to date with these files and folders; documents that are gone from them are removed.
+
+        Unchanged documents cost no work. Interrupted at any moment, it goes on where it stopped when run again: a
+        document is in the catalogue only once the KV of all its chunks is in the store. Raises StoreError if there is
+        no space or another ingest is at work; a bad document is reported and the others are indexed.
+        """
+        with self._home.indexing():
+            self._home.check_owner(self._catalog, self._owner)
+            self._home.claim(self._catalog, self._owner)
+            report = IngestReport()
+            files = find_files(paths)
+            found = await asyncio.to_thread(self._load, files, report, progress)
+            await self._capture_anchor()
+            total, done = sum(len(item.chunks) for item in found.work), 0
+            for batch in _batches(found.work):
+                await self._ingest_batch(batch, report, _Step(progress, done, total))
+                done += sum(len(item.chunks) for item in batch)
+            self._remove_missing(paths, found, report)
+            report.chunks_deleted += self._collect_garbage()
+            self._index.sync(self._catalog)
+            self._index.save()
+            return report
+
+    def _load(
+        self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]
+    ) -> "_Found":
+        """Read every file; chunk what is new or changed."""
+        found = _Found({str(file.resolve()) for file in files})
+        for done, file in enumerate(files):
+            progress(IngestProgress("load", done, len(files), file.name))
+            for document in load_file(file):
+                if isinstance(document, DocumentError):
+                    report.rejected.append(document)
+                    found.rejected.add(str(file.resolve()))
+                    continue
+                found.documents.add(document.id)
+                digest = self._digest(document)
+                known = self._catalog.document_digest(document.id)
+                if known == digest and self._has_all_kv(document.id):
+                    report.documents_unchanged += 1
+                    continue
+                try:
+                    found.work.append(_Work(document, digest, self._chunker.split(document)))
+                except DocumentError as error:
+                    report.rejected.append(error)
+                    continue
+                report.documents_new += known is None
+                report.documents_changed += known is not None
+        progress(IngestProgress("load", len(files), len(files), ""))
+        return found
+
+    def _digest(self, document: Document) -> str:
+        """Changes whenever the document would be indexed differently."""
+        settings = (self.config.index.model_dump_json(), self._owner.fingerprint, self._anchor_hash)
+        return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
+
+    def _has_all_kv(self, document_id: str) -> bool:
+        return not self._engine_fuses or all(
+            self._store.contains(self._key(chunk.chunk_hash)) for chunk in self._catalog.document_chunks(document_id)
+        )
+
+    @property
+    def _engine_fuses(self) -> bool:
+        return self._engine.unsupported is None
+
+    async def _ingest_batch(
+        self, batch: Sequence[_Work], report: IngestReport, progress: Callable[[int, str], None]
+    ) -> None:
+        """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
+        texts = [chunk.text for item in batch for chunk in item.chunks]
+        vectors = await asyncio.to_thread(self._embedder.embed, texts)
+        chunks = {chunk_hash(chunk.token_ids): (chunk, item) for item in batch for chunk in item.chunks}
+        missing = [
+            (chunk, item)
+            for digest, (chunk, item) in chunks.items()
+            if self._engine_fuses and not self._store.contains(self._key(digest))
+        ]
+        done = len(texts) - len(missing)
+        progress(done, "")
+
+        async def prefill(chunk: ChunkText, item: _Work) -> None:
+            nonlocal done
+            await self._capture(chunk.token_ids)
+            done += 1
+            progress(done, item.document.title)
+
+        async with asyncio.TaskGroup() as group:
+            for chunk, item in missing:
+                group.create_task(prefill(chunk, item))
+        report.chunks_prefilled += len(missing)
+        start = 0
+        for item in batch:
+            old = {chunk.chunk_hash for chunk in self._catalog.document_chunks(item.document.id)}
+            end = start + len(item.chunks)
+            document = item.document
+            self._catalog.put_document(document.id, document.title, item.digest, item.chunks, vectors[start:end])
+            report.chunks_deleted += self._forget(old)
+            start = end
+
+    async def _capture(self, token_ids: Sequence[int]) -> None:
+        anchor = self._layout.anchor
+        end = len(anchor) + len(token_ids)
+        span = Span(len(anchor), end, chunk_hash(token_ids), self._anchor_hash)
+        await self._engine.capture([*anchor, *token_ids], CaptureTask(span))
+
+    async def _capture_anchor(self) -> None:
+        anchor = self._layout.anchor
+        if self._engine_fuses and not self._store.contains(self._key(self._anchor_hash, ROOT_HASH)):
+            await self._engine.capture(anchor, CaptureTask(Span(0, len(anchor), self._anchor_hash, ROOT_HASH)))
+
+    def _key(self, digest: str, anchor_hash: str | None = None) -> ChunkKey:
+        return ChunkKey(digest, anchor_hash or self._anchor_hash, self._owner.fingerprint, self._engine.kv_heads)
+
+    def _remove_missing(self, paths: Sequence[Path], found: "_Found", report: IngestReport) -> None:
+        """Remove documents that lay in the folders and files given and are there no longer."""
+        folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
+        for document in self._catalog.documents():
+            file = document.id if document.id in found.files else document.id.rpartition("#")[0] or document.id
+            read = file in found.files or any(Path(file).is_relative_to(folder) for folder in folders)
+            if read and document.id not in found.documents and file not in found.rejected:
+                hashes = {chunk.chunk_hash for chunk in self._catalog.document_chunks(document.id)}
+                self._catalog.delete_document(document.id)
+                report.chunks_deleted += self._forget(hashes)
+                report.documents_removed += 1
+
+    def _forget(self, hashes: Iterable[str]) -> int:
+        """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
+        gone = self._catalog.unreferenced(hashes)
+        if gone:
+            self._store.delete(gone)
+        return len(gone)
+
+    def _collect_garbage(self) -> int:
+        """Delete KV that an interrupted run left without a document."""
+        orphans = set(self._store.chunk_hashes()) - self._catalog.chunk_hashes() - {self._anchor_hash}
+        if orphans:
+            self._store.delete(orphans)
+        return len(orphans)
+
+    # Question time
+
+    async def answer(self, question: str, options: AnswerOptions) -> AsyncIterator[AnswerEvent]:
+        """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
+
+        Chunks that don't fit into the context are left out, worst first. Closing the generator frees everything.
+        Raises ContextTooLongError if the question alone doesn't fit.
+        """
+        begin = time.perf_counter()
+        question_tokens = self._fitting_question(question, options.max_tokens)
+        hits = await asyncio.to_thread(self._retriever.search, question, options.top_k)
+        hits = self._fitting_hits(hits, len(question_tokens) + options.max_tokens)
+        prompt = self._layout.assemble([hit.chunk.token_ids for hit in hits], question_tokens)
+        sources = self._sources(hits)
+        yield Retrieved(sources)
+        task = self._task(prompt, hits, options.policy)
+        salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, options.policy)
+        submitted = time.perf_counter()
+        ttft_ms, texts, num_tokens = 0.0, [], 0
+        output = EngineOutput("", [])
+        async for output in self._engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt):
+            if output.token_ids and not num_tokens:
+                ttft_ms = 1e3 * (time.perf_counter() - submitted)
+            num_tokens += len(output.token_ids)
+            texts.append(output.text)
+            if output.text:
+                yield Delta(output.text)
+        now = time.perf_counter()
+        timings = Timings(1e3 * (submitted - begin), ttft_ms=ttft_ms, total_ms=1e3 * (now - begin))
+        yield self._finished(
+            Answer(
+                "".join(texts),
+                sources,
+                options.policy.label,
+                _usage(prompt, output, num_tokens),
+                timings,
+                output.finish_reason or "abort",
+                self.fallback,
+            ),
+            output,
+        )
+
+    def _fitting_question(self, question: str, max_tokens: int) -> list[int]:
+        tokens = self._layout.question_tokens(question)
+        limit = self._engine.max_model_len - len(self._layout.anchor) - max_tokens
+        if len(tokens) > limit:
+            raise ContextTooLongError(
+                f"the question has {len(tokens)} tokens; with an answer of up to {max_tokens} tokens, at most "
+                f"{max(0, limit)} fit into the model's context of {self._engine.max_model_len}",
+                len(tokens),
+                max(0, limit),
+            )
+        return tokens
+
+    def _fitting_hits(self, hits: list[Hit], num_other_tokens: int) -> list[Hit]:
+        room = self._engine.max_model_len - len(self._layout.anchor) - num_other_tokens
+        fitting = []
+        for hit in hits:
+            room -= len(hit.chunk.token_ids)
+            if room < 0:
+                break
+            fitting.append(hit)
+        return fitting
+
+    def _sources(self, hits: Sequence[Hit]) -> list[Source]:
+        titles = {document.id: document.title for document in self._catalog.documents()}
+        return [
+            Source(c.document_id, titles.get(c.document_id, ""), c.id, c.ordinal, hit.score, c.text)
+            for hit in hits
+            for c in (hit.chunk,)
+        ]
+
+    def _task(self, prompt: Prompt, hits: Sequence[Hit], policy: Policy) -> FuseTask | None:
+        if not self._engine_fuses:
+            return None
+        anchor = Span(0, prompt.anchor_end, self._anchor_hash, ROOT_HASH)
+        chunks = [
+            Span(start, end, hit.chunk.chunk_hash, self._anchor_hash)
+            for hit, (start, end) in zip(hits, prompt.chunk_ranges, strict=True)
+        ]
+        return FuseTask((anchor, *chunks), policy)
+
+    def _salt(self, prompt: Prompt, policy: Policy) -> str | None:
+        """Fused KV is an approximation: it is shared only by requests that would compute the same one."""
+        if policy.name == "full" or not self._engine_fuses:
+            return None
+        scope = chunk_hash(prompt.token_ids) if policy.depends_on_question else ""
+        return f"ragkv-{policy.label}-{scope}"
+
+    def _finished(self, answer: Answer, output: EngineOutput) -> Answer:
+        """Add what the worker reported to the answer."""
+        report = output.report
+        if report is None:
+            return answer if answer.fallback is None else replace(answer, policy="full")
+        if report.failed:
+            return replace(answer, policy="full", fallback=report.problem)
+        stages = replace(
+            answer.timings, load_ms=report.load_ms, probe_ms=report.probe_ms, recompute_ms=report.recompute_ms
+        )
+        return replace(answer, policy=report.policy, fallback=report.problem, timings=stages)
+
+
+def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> Usage:
+    """vLLM itself computes the prompt's last token, whatever was fused before it."""
+    num_tokens, report = len(prompt.token_ids), output.report
+    if report is None or report.failed:
+        prefix = 0 if report else output.num_cached_tokens
+        return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
+    recomputed = report.recomputed_tokens + 1
+    return Usage(num_tokens, report.prefix_tokens, report.reused_tokens, recomputed, num_completion_tokens)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Progress within a batch as progress of the whole."""
+
+    progress: Callable[[IngestProgress], None]
+    before: int
+    total: int
+
+    def __call__(self, done: int, item: str) -> None:
+        self.progress(IngestProgress("prefill", self.before + done, self.total, item))
+
+
+def _batches(work: Sequence[_Work]) -> Iterable[list[_Work]]:
+    batch: list[_Work] = []
+    for item in work:
+        batch.append(item)
+        if sum(len(member.chunks) for member in batch) >= _DOCUMENT_BATCH_CHUNKS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def open_store(config: Config) -> LmdbStore:
+    """The KV store of a home, without a model: for statistics and checks. Raises StoreError if there is none."""
+    home = Home(config.home)
+    if not home.kv.is_dir():
+        raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
+    return home.open_store()
