@@ -3,33 +3,33 @@
 import torch
 
 
+def visibility(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+    """Which tokens a question token can't see: `[Q, N]` bool, causal and `window` tokens back if given; None if all.
+
+    q_positions: `[Q]`; k_positions: `[N]`, in any order.
+    """
+    hidden = k_positions[None, :] > q_positions[:, None]
+    if window is not None:
+        hidden |= k_positions[None, :] <= q_positions[:, None] - window
+    return hidden if bool(hidden.any()) else None
+
+
 def query_scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_positions: torch.Tensor,
-    k_positions: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
-    window: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, scale: float, soft_cap: float = 0.0
 ) -> torch.Tensor:
     """v(t) = Σ_heads Σ_questions softmax_t(q·k / √D), the softmax over every token that the question token sees.
 
-    q: `[Q, Hq, D]`; k: `[Hkv, N, D]`, every visible token, in any order; positions: `[Q]` and `[N]`, which decide what
-    is visible (causal, and `window` tokens back if given). Returns `[N]` float32.
+    q: `[Q, Hq, D]`; k: `[Hkv, N, D]`, cached and fresh tokens alike; hidden: `[Q, N]` from `visibility`. Returns `[N]`
+    float32. Holds the scores of one KV head at a time, `[Hq/Hkv, Q, N]`.
     """
-    num_kv_heads, _, head_size = k.shape
-    num_queries = q.shape[0]
-    grouped = q.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
-    hidden = k_positions[None, :] > q_positions[:, None]  # [Q, N]
-    if window is not None:
-        hidden |= k_positions[None, :] <= q_positions[:, None] - window
-    votes = torch.zeros(k.shape[1], dtype=torch.float32, device=k.device)
-    any_hidden = bool(hidden.any())
-    for head in range(num_kv_heads):  # one KV head at a time bounds the scores to [G·Q, N]
-        scores = (grouped[head].reshape(-1, head_size) @ k[head].T).float() * scale
+    num_kv_heads, num_tokens, head_size = k.shape
+    grouped = q.view(len(q), num_kv_heads, -1, head_size).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
+    votes = torch.zeros(num_tokens, dtype=torch.float32, device=k.device)
+    for head in range(num_kv_heads):
+        scores = (grouped[head].reshape(-1, head_size) @ k[head].T).float().mul_(scale)
         if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        if any_hidden:
+            scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if hidden is not None:
             scores.view(-1, *hidden.shape).masked_fill_(hidden, -torch.inf)
         votes += torch.softmax(scores, dim=-1).sum(0)
     return votes

@@ -58,11 +58,32 @@ class Policy:
 
 
 def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`query`: the `num_tokens` eligible positions with the most votes, sorted.
+    """`query`: about the `num_tokens` (never more) eligible positions with the most votes, sorted.
 
     votes, eligible: `[N]`, float and bool. Votes are the attention mass that the question's tokens give each token,
-    summed over heads and averaged over the layers from L/3 on (lower layers vote poorly: see docs/decisions/0003).
+    summed over heads and over the layers from L/3 to 2L/3 (lower layers vote poorly: see docs/decisions/0003).
     Query-guided selection is published as ProphetKV and QCFuse.
+
+    One or two tokens between two chosen ones are chosen too, in the place of those with the fewest votes: each run of
+    positions reads the whole context once, which costs more than computing two tokens.
     """
     num_tokens = min(num_tokens, int(eligible.sum()))
-    return torch.topk(votes.masked_fill(~eligible, -torch.inf), num_tokens).indices.sort().values
+    ranking = torch.topk(votes.masked_fill(~eligible, -torch.inf), num_tokens).indices
+    num_top = num_tokens
+    while num_top > 0:
+        chosen = _join_runs(ranking[:num_top].sort().values, eligible)
+        if len(chosen) <= num_tokens:
+            return chosen
+        num_top -= max(1, (len(chosen) - num_tokens) // 2)
+    return ranking[:0]
+
+
+def _join_runs(positions: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
+    """Sorted positions with the eligible ones in gaps of one or two filled in."""
+    chosen = torch.zeros_like(eligible)
+    chosen[positions] = True
+    for gap in (1, 2):
+        starts = positions[:-1][torch.diff(positions) == gap + 1]
+        for step in range(1, gap + 1):
+            chosen[starts + step] = True
+    return (chosen & eligible).nonzero().flatten()

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +36,14 @@ class Engine:
     """Owns vLLM's processes from `start` to `close`.
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
+    fallbacks: how many requests with a task were prefilled by vLLM itself, by reason.
     max_model_len: the context limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
         self._llm = llm
         self.unsupported = unsupported
+        self.fallbacks: Counter[str] = Counter()
         self.max_model_len: int = llm.model_config.max_model_len
         self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
 
@@ -103,6 +106,10 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if task is not None and self.unsupported is not None:
+            self.fallbacks[self.unsupported] += 1
+            task = None
+
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
@@ -114,11 +121,14 @@ class Engine:
             prompt["cache_salt"] = salt
         async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
             (piece,) = output.outputs
+            report = _report(output.kv_transfer_params)
+            if report is not None and report.failed:
+                self.fallbacks[report.problem or "unknown"] += 1
             yield EngineOutput(
                 piece.text,
                 list(piece.token_ids),
                 piece.finish_reason,
-                _report(output.kv_transfer_params),
+                report,
                 output.num_cached_tokens or 0,
                 [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
             )

@@ -7,12 +7,13 @@ tokens without cached KV (the question above all); let the question vote for cac
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 import torch
 
 from ragkv.engine.job import CaptureTask, FuseTask, Job, Report, Span
 from ragkv.engine.subset import Piece, SubsetForward
-from ragkv.kernels.query_scores import query_scores
+from ragkv.kernels.query_scores import query_scores, visibility
 from ragkv.kernels.rotation import Rotation
 from ragkv.policies import Policy, top_voted
 from ragkv.store.base import KVStore, Snapshot
@@ -38,7 +39,6 @@ class Fusion:
         self.subset, self.rotations, self.store, self.fingerprint = subset, rotations, store, fingerprint
         heads = subset.layers[0].num_kv_heads
         self._heads = (0, heads)
-        self._first_voter = len(subset.layers) // 3
 
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self.fingerprint, self._heads)
@@ -48,7 +48,7 @@ class Fusion:
 
         Each span is computed behind what stands before it in its own prompt. Raises StoreError if there is no space.
         """
-        pieces = [_piece(job, torch.arange(len(job.token_ids))) for job in jobs]
+        pieces = [piece(job, torch.arange(len(job.token_ids))) for job in jobs]
         ends = torch.tensor([len(job.token_ids) for job in jobs]).cumsum(0).tolist()
         spans = [job.task.span for job in jobs if isinstance(job.task, CaptureTask)]
         chunk_layers: list[list[LayerKV]] = [[] for _ in jobs]
@@ -83,134 +83,170 @@ class Fusion:
             report.problem = f"{report.missing_chunks} chunks had no usable KV in the store"
         return report
 
-    def _fuse_present(
-        self, job: Job, spans: list[Span], policy: Policy, slice_tokens: Callable[[], int], report: Report
-    ) -> Generator[None, None, None]:
-        num_tokens = len(job.token_ids)
-        positions = torch.arange(num_tokens)
-        cached = torch.zeros(num_tokens, dtype=torch.bool)
-        for span in spans:
-            cached[span.start : span.end] = True
-        writable = positions >= job.num_prefix
-        uncached = positions[~cached & writable]
-        # Two passes over the uncached tokens cost more than one over everything once they are half of it.
-        if policy.probes and 2 * len(uncached) >= num_tokens - job.num_prefix:
-            policy = Policy("full")
-        report.policy = policy.label
-        chosen = positions[:0]
-        if policy.name == "full" or not spans:
-            selected = positions[writable]
-        else:
-            votes = self._load(job, spans, uncached, policy.probes, report)
-            if policy.probes:
-                eligible = cached.clone()
-                eligible[: _exact_until(spans)] = False
-                chosen = top_voted(votes, eligible, int(policy.budget * int(cached.sum())))
-                chosen = chosen[chosen >= job.num_prefix]
-            selected = torch.cat([uncached, chosen]).sort().values if len(chosen) else positions[:0]
-        report.recomputed_tokens = (
-            len(uncached) + len(chosen) if len(spans) and policy.name != "full" else len(selected)
-        )
-        report.reused_tokens = num_tokens - job.num_prefix - report.recomputed_tokens
-        yield from self._recompute(job, selected, slice_tokens, report)
-        report.recomputed_positions = chosen.tolist()
-
-    def _load(self, job: Job, spans: list[Span], uncached: torch.Tensor, probe: bool, report: Report) -> torch.Tensor:
-        """Put the spans' KV into the request's blocks, and compute the uncached tokens over it, in one pass.
-
-        Loading is part of the forward: a layer's KV is read, checked, rotated and written just before that layer
-        attends, and dropped after it. Returns the votes `[N]` of the uncached tokens behind the last span.
-        """
-        votes = torch.zeros(len(job.token_ids))
-        cached_positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
-        voters = uncached > spans[-1].end - 1
-        block_ids = torch.tensor(job.block_ids)
-        begin, load_s = time.perf_counter(), 0.0
-        with self.store.snapshot() as snapshot:
-
-            def load_layer(layer: int, q: torch.Tensor, k: torch.Tensor, _v: torch.Tensor) -> None:
-                nonlocal load_s
-                at = time.perf_counter()
-                voting = probe and layer >= self._first_voter and bool(voters.any())
-                keys = self._write_layer(snapshot, layer, spans, block_ids, job.num_prefix, voting)
-                load_s += time.perf_counter() - at
-                if voting:
-                    attention = self.subset.layers[layer]
-                    visible = torch.cat([*keys, k.transpose(0, 1)], dim=1)
-                    scores = query_scores(
-                        q[voters],
-                        visible,
-                        uncached[voters],
-                        torch.cat([cached_positions, uncached]),
-                        attention.impl.scale,
-                        getattr(attention.impl, "logits_soft_cap", None) or 0.0,
-                        attention.sliding_window,
-                    )
-                    votes[cached_positions] += scores[: len(cached_positions)].cpu()
-
-            if len(uncached):
-                self.subset.run([_piece(job, uncached)], load_layer)
-            else:  # everything is cached: there is nothing to run, only to write
-                for layer in range(len(self.subset.layers)):
-                    self._write_layer(snapshot, layer, spans, block_ids, job.num_prefix, keep_keys=False)
-        report.load_ms += 1e3 * load_s
-        report.probe_ms += 1e3 * (time.perf_counter() - begin - load_s)
-        return votes
-
-    def _write_layer(
-        self,
-        snapshot: Snapshot,
-        layer: int,
-        spans: list[Span],
-        block_ids: torch.Tensor,
-        num_prefix: int,
-        keep_keys: bool,
-    ) -> list[torch.Tensor]:
-        """Write one layer of all spans. Returns their keys `[Hkv, T, D]`, moved to their positions, if asked."""
-        keys, rotation = [], self.rotations[layer]
-        shape = (self.subset.layers[layer].num_kv_heads, self.subset.layers[layer].head_size)
-        for span in spans:
-            if span.end <= num_prefix and not keep_keys:
-                continue
-            kv = self._read(snapshot, layer, span, shape)
-            k = rotation.shift(kv.k, span.start - kv.base_position) if rotation else kv.k
-            if span.end > num_prefix:
-                first = max(span.start, num_prefix)
-                slots = self.subset.slots(torch.arange(first, span.end), block_ids).to(self.subset.device)
-                self.subset.write(layer, k[:, first - span.start :], kv.v[:, first - span.start :], slots)
-            if keep_keys:
-                keys.append(k)
-        return keys
-
-    def _read(self, snapshot: Snapshot, layer: int, span: Span, shape: tuple[int, int]) -> LayerKV:
+    def read(self, snapshot: Snapshot, layer: int, span: Span) -> LayerKV:
+        """One layer of a span. Raises _BadSpanError unless it is there, verifies and fits."""
         try:
             kv = snapshot.get(self.key(span), layer)
         except CorruptRecordError as error:
             raise _BadSpanError(span, f"layer {layer}: {error}") from error
         if kv is None:
             raise _BadSpanError(span, f"layer {layer} is missing")
-        expected = (shape[0], span.end - span.start, shape[1])
+        attention = self.subset.layers[layer]
+        expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
         if tuple(kv.k.shape) != expected:
             raise _BadSpanError(span, f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}")
-        device = self.subset.device
-        return kv if device.type == "cpu" else LayerKV(kv.k.to(device), kv.v.to(device), kv.base_position)
+        return kv
+
+    def _fuse_present(
+        self, job: Job, spans: list[Span], policy: Policy, slice_tokens: Callable[[], int], report: Report
+    ) -> Generator[None, None, None]:
+        positions = torch.arange(len(job.token_ids))
+        cached = torch.zeros(len(positions), dtype=torch.bool)
+        for span in spans:
+            cached[span.start : span.end] = True
+        writable = positions >= job.num_prefix
+        uncached = positions[~cached & writable]
+        # Two passes over the uncached tokens cost more than one over everything once they are half of it.
+        if policy.probes and 2 * len(uncached) >= int(writable.sum()):
+            policy = Policy("full")
+        report.policy = policy.label
+        if policy.name == "full" or not spans:
+            report.recomputed_tokens, report.reused_tokens = int(writable.sum()), 0
+            yield from self._recompute(job, positions[writable], None, slice_tokens, report)
+            return
+        load = _Load(self, job, spans, uncached, policy.probes, report)
+        load.run()
+        chosen = positions[:0]
+        if policy.probes:
+            eligible = cached.clone()
+            eligible[: _exact_until(spans)] = False
+            chosen = top_voted(load.votes, eligible, int(policy.budget * int(cached.sum())))
+            chosen = chosen[chosen >= job.num_prefix]
+        report.recomputed_positions = chosen.tolist()
+        report.recomputed_tokens = len(uncached) + len(chosen)
+        report.reused_tokens = int(writable.sum()) - report.recomputed_tokens
+        if policy.probes:
+            selected = torch.cat([uncached, chosen]).sort().values
+            yield from self._recompute(job, selected, load, slice_tokens, report)
 
     def _recompute(
-        self, job: Job, selected: torch.Tensor, slice_tokens: Callable[[], int], report: Report
+        self, job: Job, selected: torch.Tensor, load: "_Load | None", slice_tokens: Callable[[], int], report: Report
     ) -> Generator[None, None, None]:
-        """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill."""
+        """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill.
+
+        The first one loads the layers that the probe didn't reach.
+        """
         done = 0
         while done < len(selected):
             if done:
                 yield
-            begin = time.perf_counter()
             part = selected[done : done + slice_tokens()]
-            self.subset.run([_piece(job, part)])
+            if load is not None and done == 0:
+                load.finish(part)
+            else:
+                begin = time.perf_counter()
+                self.subset.run([piece(job, part)])
+                report.recompute_ms += 1e3 * (time.perf_counter() - begin)
             done += len(part)
-            report.recompute_ms += 1e3 * (time.perf_counter() - begin)
 
 
-def _piece(job: Job, positions: torch.Tensor) -> Piece:
+class _Load:
+    """Puts the spans' KV into a request's blocks, as part of the forward passes over other tokens of the request.
+
+    A layer's KV is read, checked, rotated and written just before that layer attends, and dropped after it: no more
+    than one layer is held. The first pass runs the uncached tokens, the question above all; when it probes, the layers
+    from L/3 to 2L/3 vote, and it stops there: `finish` loads the rest in the next pass.
+    """
+
+    def __init__(
+        self, fusion: Fusion, job: Job, spans: list[Span], uncached: torch.Tensor, probes: bool, report: Report
+    ) -> None:
+        self._fusion, self._subset, self._job, self._spans = fusion, fusion.subset, job, spans
+        self._uncached, self._report = uncached, report
+        num_layers = len(self._subset.layers)
+        voters = uncached >= spans[-1].end
+        self._voters = voters.nonzero().flatten() if probes else uncached[:0]
+        self._voting_layers = range(num_layers // 3, 2 * num_layers // 3 or 1) if len(self._voters) else range(0)
+        self._first_pass = range(self._voting_layers.stop if len(self._voters) else num_layers)
+        self.votes = torch.zeros(len(job.token_ids))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is the same in every layer: positions, slots, turns, and what the voters can't see."""
+        self._positions = torch.cat([torch.arange(span.start, span.end) for span in self._spans])
+        self._written = (self._positions >= self._job.num_prefix).nonzero().flatten()
+        slots = self._subset.slots(self._positions[self._written], torch.tensor(self._job.block_ids))
+        self._slots = slots.to(self._subset.device)
+        self._shifts: torch.Tensor | None = None
+        self._turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._hidden: dict[int | None, torch.Tensor | None] = {}
+
+    def run(self) -> None:
+        """The first pass: afterwards the votes are in, and without a probe everything is loaded and computed."""
+        begin, loaded_before = time.perf_counter(), self._report.load_ms
+        with self._fusion.store.snapshot() as snapshot:
+            if len(self._uncached):
+                hook = partial(self._before_layer, snapshot, self._first_pass)
+                self._subset.run([piece(self._job, self._uncached)], hook, stop_at=self._first_pass.stop)
+            else:  # everything is cached: there is nothing to run, only to write
+                for layer in self._first_pass:
+                    self._write(snapshot, layer)
+        self._report.probe_ms += 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
+
+    def finish(self, selected: torch.Tensor) -> None:
+        """Run `selected` positions, loading the layers that the first pass didn't reach."""
+        begin, loaded_before = time.perf_counter(), self._report.load_ms
+        rest = range(self._first_pass.stop, len(self._subset.layers))
+        with self._fusion.store.snapshot() as snapshot:
+            self._subset.run([piece(self._job, selected)], partial(self._before_layer, snapshot, rest))
+        self._report.recompute_ms += 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
+
+    def _before_layer(
+        self, snapshot: Snapshot, layers: range, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        if layer not in layers:
+            return
+        keys = self._write(snapshot, layer)
+        if layer in self._voting_layers:
+            self._vote(layer, q, torch.cat([keys, k.transpose(0, 1)], dim=1))
+
+    def _vote(self, layer: int, q: torch.Tensor, keys: torch.Tensor) -> None:
+        attention = self._subset.layers[layer]
+        window = attention.sliding_window
+        if window not in self._hidden:
+            seen = torch.cat([self._positions, self._uncached])
+            hidden = visibility(self._uncached[self._voters], seen, window)
+            self._hidden[window] = hidden if hidden is None else hidden.to(self._subset.device)
+        soft_cap = getattr(attention.impl, "logits_soft_cap", None) or 0.0
+        scores = query_scores(q[self._voters], keys, self._hidden[window], attention.impl.scale, soft_cap)
+        self.votes[self._positions] += scores[: len(self._positions)].cpu()
+
+    def _write(self, snapshot: Snapshot, layer: int) -> torch.Tensor:
+        """Write one layer of all spans into the blocks. Returns their keys `[Hkv, N, D]`, moved to their positions."""
+        begin = time.perf_counter()
+        kvs = [self._fusion.read(snapshot, layer, span) for span in self._spans]
+        device = self._subset.device
+        k, v = (torch.cat(parts, dim=1).to(device) for parts in ([kv.k for kv in kvs], [kv.v for kv in kvs]))
+        rotation = self._fusion.rotations[layer]
+        if rotation is not None:
+            k = rotation.rotate(k, self._turns_of(rotation, kvs))
+        if len(self._written) == len(self._positions):
+            self._subset.write(layer, k, v, self._slots)
+        elif len(self._written):
+            self._subset.write(layer, k[:, self._written], v[:, self._written], self._slots)
+        self._report.load_ms += 1e3 * (time.perf_counter() - begin)
+        return k
+
+    def _turns_of(self, rotation: Rotation, kvs: list[LayerKV]) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._shifts is None:
+            spans = zip(self._spans, kvs, strict=True)
+            self._shifts = torch.cat([torch.full((s.end - s.start,), s.start - kv.base_position) for s, kv in spans])
+        if id(rotation) not in self._turns:
+            self._turns[id(rotation)] = rotation.turns(self._shifts)
+        return self._turns[id(rotation)]
+
+
+def piece(job: Job, positions: torch.Tensor) -> Piece:
     return Piece(torch.tensor(job.token_ids)[positions], positions, torch.tensor(job.block_ids))
 
 

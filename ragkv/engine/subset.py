@@ -5,7 +5,7 @@ weights and experts are vLLM's business (docs/decisions/0002).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,6 +17,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class _ReachedStop(Exception):
+    """Ends a forward early, from inside the model."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ class SubsetForward:
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)  # type: ignore[attr-defined]
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None) -> None:
+    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, stop_at: int | None = None) -> None:
         """Compute the pieces in one forward, leaving their KV in the paged cache.
 
         Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
         tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
-        writes its KV and attends, with `[T, H, D]` tensors over all pieces.
+        writes its KV and attends, with `[T, H, D]` tensors over all pieces. The forward ends before layer `stop_at`.
         """
         positions = torch.cat([piece.positions for piece in pieces])
         token_ids = torch.cat([piece.token_ids for piece in pieces]).to(self.device)
@@ -88,7 +92,7 @@ class SubsetForward:
             slot_mapping=dict.fromkeys(self.names, slots),
             skip_compiled=True,
         )
-        with context, self._hooked(before_layer):
+        with context, self._hooked(before_layer, stop_at), suppress(_ReachedStop):
             self.model(input_ids=token_ids, positions=(positions + offsets).to(self.device))
 
     def _common_metadata(
@@ -119,7 +123,7 @@ class SubsetForward:
         )
 
     @contextmanager
-    def _hooked(self, before_layer: BeforeLayer | None) -> Iterator[None]:
+    def _hooked(self, before_layer: BeforeLayer | None, stop_at: int | None) -> Iterator[None]:
         if before_layer is None:
             yield
             return
@@ -127,6 +131,8 @@ class SubsetForward:
         for index, layer in enumerate(self.layers):
 
             def see(module: Attention, args: tuple[torch.Tensor, ...], index: int = index) -> None:
+                if index == stop_at:
+                    raise _ReachedStop
                 q, k, v = args[:3]
                 q = q.view(len(q), -1, module.head_size)
                 k, v = (x.view(len(x), module.num_kv_heads, -1) for x in (k, v))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ragkv.kernels.query_scores import query_scores
+from ragkv.kernels.query_scores import query_scores, visibility
 
 
 def reference(q, k, q_positions, k_positions, scale, soft_cap, window):
@@ -27,7 +27,12 @@ def test_equals_the_definition(num_kv_heads, group, soft_cap, window):
     q = torch.randn(9, num_kv_heads * group, 64, generator=generator)
     k_positions = torch.randperm(107, generator=generator)
     q_positions = torch.arange(98, 107)
-    args = (q, k, q_positions, k_positions, 0.125, soft_cap, window)
-    votes = query_scores(*args)
-    torch.testing.assert_close(votes.double(), reference(*args), atol=1e-4, rtol=1e-4)
+    votes = query_scores(q, k, visibility(q_positions, k_positions, window), 0.125, soft_cap)
+    expected = reference(q, k, q_positions, k_positions, 0.125, soft_cap, window)
+    torch.testing.assert_close(votes.double(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(votes.sum(), torch.tensor(9.0 * num_kv_heads * group), atol=1e-3, rtol=0)
+
+
+def test_nothing_is_hidden_from_questions_behind_everything():
+    assert visibility(torch.tensor([9, 10]), torch.arange(9)) is None
+    assert visibility(torch.tensor([9, 10]), torch.arange(11)).sum() == 1

@@ -1,0 +1,140 @@
+"""`ragkv eval ttft`: time to first token by fused KV beside vLLM's own prefill of the same prompt.
+
+Everything runs in one process of one engine, interleaved: in each round the baseline, then every policy. The baseline is
+a plain vLLM request; nothing is taken from vLLM's prefix cache by either side. Medians over the rounds.
+"""
+
+import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import median
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ragkv import models
+from ragkv.config import Config
+from ragkv.engine.engine import Engine
+from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
+from ragkv.errors import ConfigError
+from ragkv.policies import Policy
+from ragkv.prompt import Prompt, PromptLayout
+from ragkv.retriever.hashing import chunk_hash
+
+QUESTION = "Which statement is used to handle an exception, and what does its else clause do?"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    ttft_ms: float
+    report: Report
+
+
+async def run(
+    config: Config,
+    tokens: Sequence[int],
+    policies: Sequence[Policy],
+    repeats: int,
+    emit: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure, and `emit` one row for each prompt length and policy as soon as it is known.
+
+    tokens: prompt lengths, cut from English text (the Python manual) in chunks of `index.chunk_tokens`. KV is stored in
+    a temporary folder. Raises ConfigError for a length that the model's context can't hold.
+    """
+    folder = models.resolve(config.model.name, config.home)
+    layout = PromptLayout(folder)
+    with tempfile.TemporaryDirectory(prefix="ragkv-ttft-") as store:
+        engine = await Engine.start(folder, config.model, Path(store), fingerprint="0" * 32)
+        try:
+            bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index.chunk_tokens)
+            for num_tokens in tokens:
+                for row in await bench.measure(num_tokens, policies, repeats):
+                    emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
+        finally:
+            await engine.close()
+
+
+class _Bench:
+    def __init__(self, engine: Engine, layout: PromptLayout, text: list[int], chunk_tokens: int) -> None:
+        self._engine, self._layout, self._text, self._chunk_tokens = engine, layout, text, chunk_tokens
+        self._question = layout.question_tokens(QUESTION)
+        self._anchor_hash = chunk_hash(layout.anchor)
+
+    async def measure(self, num_tokens: int, policies: Sequence[Policy], repeats: int) -> list[dict[str, Any]]:
+        """Rows of one prompt length. The first round warms up and isn't counted."""
+        prompt, task_spans = await self._prepare(num_tokens)
+        samples: list[list[_Sample]] = [[] for _ in policies]
+        baseline: list[_Sample] = []
+        for _ in range(1 + repeats):
+            baseline.append(await self._ask(prompt, None))
+            for policy, collected in zip(policies, samples, strict=True):
+                collected.append(await self._ask(prompt, FuseTask(task_spans, policy)))
+        baseline_ms = median(sample.ttft_ms for sample in baseline[1:])
+        return [
+            _row(prompt, policy, collected[1:], baseline_ms)
+            for policy, collected in zip(policies, samples, strict=True)
+        ]
+
+    async def _prepare(self, num_tokens: int) -> tuple[Prompt, tuple[Span, ...]]:
+        """Cut the chunks, last one first in the prompt so that none stands where it was captured, and capture them."""
+        anchor = self._layout.anchor
+        room = num_tokens - len(anchor) - len(self._question)
+        if room < 1 or num_tokens >= self._engine.max_model_len:
+            raise ConfigError(
+                f"{num_tokens} tokens can't be measured: the model's context holds {self._engine.max_model_len}, "
+                f"and anchor and question alone take {len(anchor) + len(self._question)}"
+            )
+        chunks = [self._text[i : min(i + self._chunk_tokens, room)] for i in range(0, room, self._chunk_tokens)][::-1]
+        prompt = self._layout.assemble(chunks, self._question)
+        root = Span(0, len(anchor), self._anchor_hash, ROOT_HASH)
+        captures = [self._engine.capture(anchor, CaptureTask(root))]
+        for chunk in chunks:
+            span = Span(len(anchor), len(anchor) + len(chunk), chunk_hash(chunk), self._anchor_hash)
+            captures.append(self._engine.capture([*anchor, *chunk], CaptureTask(span)))
+        await asyncio.gather(*captures)
+        spans = [
+            Span(start, end, chunk_hash(chunk), self._anchor_hash)
+            for chunk, (start, end) in zip(chunks, prompt.chunk_ranges, strict=True)
+        ]
+        return prompt, (root, *spans)
+
+    async def _ask(self, prompt: Prompt, task: FuseTask | None) -> _Sample:
+        begin = time.perf_counter()
+        ttft_ms, report = 0.0, Report()
+        async for output in self._engine.generate(prompt.token_ids, task, max_tokens=1, salt=uuid.uuid4().hex):
+            ttft_ms = ttft_ms or 1e3 * (time.perf_counter() - begin)
+            report = output.report or report
+        return _Sample(ttft_ms, report)
+
+
+def _row(prompt: Prompt, policy: Policy, samples: Sequence[_Sample], baseline_ms: float) -> dict[str, Any]:
+    ttft_ms = median(sample.ttft_ms for sample in samples)
+    report = samples[-1].report
+    stages = {
+        name: round(median(getattr(sample.report, name) for sample in samples), 1)
+        for name in ("load_ms", "probe_ms", "recompute_ms")
+    }
+    return {
+        "tokens": len(prompt.token_ids),
+        "policy": policy.name,
+        "budget": {"none": 0.0, "full": 1.0}.get(policy.name, policy.budget),
+        "ttft_ms": round(ttft_ms, 1),
+        "baseline_ttft_ms": round(baseline_ms, 1),
+        "speedup": round(baseline_ms / ttft_ms, 2),
+        "reused_tokens": report.reused_tokens,
+        "recomputed_tokens": report.recomputed_tokens + 1,  # vLLM computes the prompt's last token itself
+        **stages,
+    }
+
+
+def _text_tokens(folder: Path, num_tokens: int) -> list[int]:
+    """English prose that every Python carries: its manual."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))[: 20 * num_tokens + 10_000]
+    tokens: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return tokens

@@ -1,0 +1,37 @@
+"""Real vLLM engines, each started once for its module."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from engine_harness import Harness
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from ragkv import models
+from ragkv.config import EMBEDDED_MODEL
+from ragkv.errors import ModelError
+
+
+@pytest.fixture(scope="session")
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def smollm():
+    """The embedded model's folder, where `ragkv models fetch` put it."""
+    home = Path(os.environ.get("RAGKV_HOME", "~/.ragkv")).expanduser()
+    try:
+        return models.resolve(EMBEDDED_MODEL, home)
+    except ModelError as error:
+        pytest.skip(f"{error} (`make models` fetches it)")
+
+
+@pytest.fixture(scope="module")
+def harness(runner, smollm, tmp_path_factory):
+    harness = Harness(runner, smollm, tmp_path_factory.mktemp("kv"), max_model_len=8192)
+    yield harness
+    harness.close()

@@ -1,0 +1,75 @@
+"""Drives a real vLLM engine from synchronous tests. Knows nothing about what is tested."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+from ragkv.config import ModelConfig
+from ragkv.engine.engine import Engine
+from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
+from ragkv.policies import Policy
+from ragkv.retriever.hashing import chunk_hash
+
+FINGERPRINT = "f" * 32
+_salts = itertools.count()
+
+
+@dataclass
+class Result:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    report: Report | None = None
+
+    def chosen_logprobs(self):
+        return [step[token] for step, token in zip(self.logprobs, self.token_ids, strict=True)]
+
+
+class Harness:
+    """Synchronous tests on an asynchronous engine; its loop only runs inside `run`."""
+
+    def __init__(self, runner, folder, store, dtype="float32", **engine_args):
+        self.runner = runner
+        arguments = {"max_logprobs": -1, **engine_args}
+        config = ModelConfig(name=str(folder), dtype=dtype, kv_cache_gib=1)
+        self.engine = self.run(Engine.start(folder, config, store, FINGERPRINT, **arguments))
+
+    def run(self, coroutine):
+        return self.runner.run(coroutine)
+
+    async def ask(self, token_ids, task=None, max_tokens=8, salt=None, logprobs=1):
+        result = Result()
+        salt = salt or f"test-{next(_salts)}"
+        pieces = self.engine.generate(
+            token_ids, task, max_tokens=max_tokens, salt=salt, logprobs=logprobs, ignore_eos=True
+        )
+        async for output in pieces:
+            result.token_ids += output.token_ids
+            result.logprobs += output.logprobs or []
+            result.report = output.report or result.report
+        return result
+
+    def ask_now(self, *args, **kwargs):
+        return self.run(self.ask(*args, **kwargs))
+
+    def capture(self, anchor, chunks):
+        async def all_at_once():
+            captures = [self.engine.capture(anchor, CaptureTask(Span(0, len(anchor), chunk_hash(anchor), ROOT_HASH)))]
+            for chunk in chunks:
+                span = Span(len(anchor), len(anchor) + len(chunk), chunk_hash(chunk), chunk_hash(anchor))
+                captures.append(self.engine.capture([*anchor, *chunk], CaptureTask(span)))
+            await asyncio.gather(*captures)
+
+        self.run(all_at_once())
+
+    def close(self):
+        self.run(self.engine.close())
+
+
+def lay_out(anchor, chunks, question, policy):
+    """The prompt's token ids and the task that fuses it."""
+    token_ids, anchor_hash = list(anchor), chunk_hash(anchor)
+    spans = [Span(0, len(anchor), anchor_hash, ROOT_HASH)]
+    for chunk in chunks:
+        spans.append(Span(len(token_ids), len(token_ids) + len(chunk), chunk_hash(chunk), anchor_hash))
+        token_ids += chunk
+    return token_ids + list(question), FuseTask(tuple(spans), Policy.parse(policy))

@@ -1,0 +1,135 @@
+"""Fusion without a line of per-model code: tiny random-weight models of other families, in float32."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from engine_harness import Harness, lay_out
+
+pytestmark = pytest.mark.engine
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+FUSED = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama-3.1-rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama-yarn": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=YARN_ROPE),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, sliding_window=64, query_pre_attn_scalar=32),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+UNFUSED = {
+    "mistral-window": (lambda: transformers.MistralConfig(**SIZES, sliding_window=64), "SlidingWindowSpec"),
+    "gpt2": (
+        lambda: transformers.GPT2Config(vocab_size=512, n_positions=2048, n_embd=128, n_layer=2, n_head=4),
+        "don't follow its rotary table",
+    ),
+}
+
+
+def start(runner, config, folder, **engine_args):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    return Harness(runner, folder / "model", folder / "kv", skip_tokenizer_init=True, **engine_args)
+
+
+def parts():
+    numbers = random.Random(3)
+    tokens = [numbers.randrange(3, 512) for _ in range(1200)]
+    return tokens[:20], [tokens[20 + i * 150 : 170 + i * 150] for i in range(4)], tokens[1000:1012]
+
+
+def assert_same(found, expected):
+    assert found.token_ids == expected.token_ids
+    assert found.chosen_logprobs() == pytest.approx(expected.chosen_logprobs(), abs=2e-3)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_exact_where_it_must_be(runner, tmp_path, family):
+    harness = start(runner, FUSED[family](), tmp_path)
+    try:
+        assert harness.engine.unsupported is None
+        anchor, chunks, question = parts()
+        harness.capture(anchor, chunks)
+        token_ids, _ = lay_out(anchor, chunks, question, "none")
+        exact = harness.ask_now(token_ids)
+        for policy in ("full", "query:1.0"):
+            assert_same(harness.ask_now(*lay_out(anchor, chunks, question, policy)), exact)
+        one, task = lay_out(anchor, chunks[:1], question, "none")
+        assert_same(harness.ask_now(one, task), harness.ask_now(one))
+        some = harness.ask_now(*lay_out(anchor, chunks, question, "query:0.2")).report
+        assert some.problem is None and 0 < some.recomputed_tokens < 0.25 * len(token_ids)
+    finally:
+        harness.close()
+
+
+@pytest.mark.parametrize("family", UNFUSED)
+def test_what_cannot_be_fused_is_prefilled_in_full_and_says_why(runner, tmp_path, family, caplog):
+    config, reason = UNFUSED[family]
+    with caplog.at_level("WARNING", logger="ragkv"):
+        harness = start(runner, config(), tmp_path)
+    try:
+        assert reason in harness.engine.unsupported
+        assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
+        anchor, chunks, question = parts()
+        token_ids, task = lay_out(anchor, chunks, question, "query:0.2")
+        found = harness.ask_now(token_ids, task)
+        assert found.report is None
+        assert_same(found, harness.ask_now(token_ids))
+        assert harness.engine.fallbacks == {harness.engine.unsupported: 1}
+    finally:
+        harness.close()
+
+
+def test_preempted_requests_and_a_restarted_engine_answer_the_same(runner, tmp_path):
+    anchor, chunks, question = parts()
+    requests = [lay_out(anchor, random.Random(i).sample(chunks, 4), question, "query:0.2") for i in range(6)]
+    harness = start(runner, FUSED["llama"](), tmp_path)
+    harness.capture(anchor, chunks)
+    expected = [harness.ask_now(*request, max_tokens=300) for request in requests]
+    harness.close()
+    # 16 blocks of 128 tokens: two requests of 632 + 300 tokens at most, so that the others wait or are preempted
+    small = Harness(
+        runner,
+        tmp_path / "model",
+        tmp_path / "kv",
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=16,
+        max_model_len=1500,
+        disable_log_stats=False,
+    )
+    try:
+
+        async def together():
+            import asyncio
+
+            return await asyncio.gather(*(small.ask(*request, max_tokens=300) for request in requests))
+
+        for found, alone in zip(small.run(together()), expected, strict=True):
+            assert_same(found, alone)
+    finally:
+        small.close()

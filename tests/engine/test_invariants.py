@@ -1,0 +1,234 @@
+"""What fusion must never break, on the real SmolLM2 through real vLLM, in float32."""
+
+import asyncio
+import math
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_harness import FINGERPRINT, lay_out
+from tokenizers import Tokenizer
+
+from ragkv.engine.job import Span
+from ragkv.evals.ttft import _text_tokens
+from ragkv.prompt import PromptLayout
+from ragkv.retriever.hashing import chunk_hash
+from ragkv.store.record import ChunkKey
+
+pytestmark = pytest.mark.engine
+
+NUM_CHUNKS, CHUNK_TOKENS = 6, 300
+QUESTIONS = [
+    "Which statement handles an exception?",
+    "How is a class defined, and what is a metaclass?",
+    "What does the assert statement do?",
+    "How are the operands of a comparison evaluated?",
+    "When is an attribute looked up in the class?",
+    "What does the with statement call on exit?",
+]
+
+
+@pytest.fixture(scope="module")
+def text(smollm):
+    return _text_tokens(smollm, 8192)
+
+
+@pytest.fixture(scope="module")
+def layout(smollm):
+    return PromptLayout(smollm)
+
+
+@pytest.fixture(scope="module")
+def anchor(layout):
+    return layout.anchor
+
+
+@pytest.fixture(scope="module")
+def question(layout):
+    return layout.question_tokens(QUESTIONS[0])
+
+
+@pytest.fixture(scope="module")
+def chunks(harness, anchor, text):
+    chunks = [text[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS] for i in range(NUM_CHUNKS)]
+    harness.capture(anchor, chunks)
+    return chunks
+
+
+def assert_same(found, expected, tolerance=2e-3):
+    assert found.token_ids == expected.token_ids
+    assert found.chosen_logprobs() == pytest.approx(expected.chosen_logprobs(), abs=tolerance)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 6])
+def test_full_equals_vllm(harness, anchor, chunks, question, num_chunks):
+    token_ids, task = lay_out(anchor, chunks[:num_chunks], question, "full")
+    fused = harness.ask_now(token_ids, task)
+    assert fused.report.recomputed_tokens == len(token_ids) - 1
+    assert_same(fused, harness.ask_now(token_ids))
+
+
+def test_one_chunk_behind_its_anchor_is_exact_without_recomputing(harness, anchor, chunks, question):
+    token_ids, task = lay_out(anchor, chunks[2:3], question, "none")
+    fused = harness.ask_now(token_ids, task)
+    assert fused.report.reused_tokens == len(anchor) + CHUNK_TOKENS
+    assert fused.report.recomputed_tokens == len(question) - 1
+    assert_same(fused, harness.ask_now(token_ids))
+
+
+def test_recomputing_all_that_is_cached_is_exact(harness, anchor, chunks, question):
+    """`query:1.0` goes the whole way: load, rotate, vote, recompute everything that isn't exact already."""
+    token_ids, task = lay_out(anchor, chunks[:4], question, "query:1.0")
+    fused = harness.ask_now(token_ids, task)
+    assert fused.report.reused_tokens == len(anchor) + CHUNK_TOKENS
+    assert_same(fused, harness.ask_now(token_ids))
+
+
+def test_text_without_kv_is_computed_where_it_stands(harness, anchor, chunks, question, text):
+    """A chunk that nobody captured, between chunks that are cached."""
+    unknown = text[5000:5200]
+    token_ids, task = lay_out(anchor, [chunks[0], unknown, chunks[1]], question, "query:1.0")
+    fused = harness.ask_now(token_ids, task)
+    assert fused.report.missing_chunks == 1
+    assert_same(fused, harness.ask_now(token_ids))
+    nothing, task = lay_out(anchor, [unknown], question, "none")
+    assert_same(harness.ask_now(nothing, task), harness.ask_now(nothing))
+
+
+def drift(found, expected):
+    """KL(full ‖ fused) of the first token, over the whole vocabulary."""
+    p, q = expected.logprobs[0], found.logprobs[0]
+    return sum(math.exp(p[t]) * (p[t] - q[t]) for t in p)
+
+
+def test_drift_falls_as_the_budget_grows(harness, layout, anchor, chunks):
+    policies = ["none", "query:0.05", "query:0.3", "query:1.0"]
+    totals = dict.fromkeys(policies, 0.0)
+    for seed, text in enumerate(QUESTIONS):
+        order = random.Random(seed).sample(chunks, NUM_CHUNKS)
+        question = layout.question_tokens(text)
+        exact = harness.ask_now(lay_out(anchor, order, question, "none")[0], max_tokens=1, logprobs=-1)
+        for policy in policies:
+            token_ids, task = lay_out(anchor, order, question, policy)
+            totals[policy] += drift(harness.ask_now(token_ids, task, max_tokens=1, logprobs=-1), exact)
+    none, low, high, everything = totals.values()
+    assert none > low > high > everything
+    assert everything / len(QUESTIONS) < 1e-5
+
+
+def test_sixteen_at_once_answer_as_one_at_a_time(harness, layout, anchor, chunks):
+    requests = []
+    for seed in range(16):
+        order = random.Random(seed).sample(chunks, 4)
+        question = layout.question_tokens(QUESTIONS[seed % len(QUESTIONS)])
+        requests.append(lay_out(anchor, order, question, ("query:0.15", "none", "full")[seed % 3]))
+    alone = [harness.ask_now(*request) for request in requests]
+
+    async def together():
+        return await asyncio.gather(*(harness.ask(*request) for request in requests))
+
+    for found, expected in zip(harness.run(together()), alone, strict=True):
+        assert_same(found, expected)
+
+
+def test_slices_while_others_decode_change_nothing(harness, anchor, chunks, question):
+    token_ids, task = lay_out(anchor, chunks, question, "query:0.4")
+    alone = harness.ask_now(token_ids, task)
+    assert alone.report.recomputed_tokens > 256  # more than one slice when busy
+
+    async def beside_a_decode():
+        other = asyncio.create_task(harness.ask(token_ids[:200], max_tokens=60))
+        await asyncio.sleep(0.3)
+        found = await harness.ask(token_ids, task)
+        return found, await other
+
+    found, other = harness.run(beside_a_decode())
+    assert len(other.token_ids) == 60
+    assert_same(found, alone)
+
+
+def test_a_second_identical_request_takes_its_kv_from_the_prefix_cache(harness, anchor, chunks, question):
+    token_ids, task = lay_out(anchor, chunks[:4], question, "query:0.15")
+    first, second = (harness.ask_now(token_ids, task, salt="shared") for _ in range(2))
+    assert first.report.prefix_tokens == 0
+    assert second.report is None or second.report.prefix_tokens >= 128
+    assert_same(second, first)
+    plain = harness.ask_now(token_ids)
+    assert plain.report is None
+
+
+def test_an_aborted_request_leaves_the_engine_well(harness, anchor, chunks, question):
+    token_ids, task = lay_out(anchor, chunks, question, "full")
+    expected = harness.ask_now(token_ids, task)
+
+    async def abort_some():
+        tasks = [asyncio.create_task(harness.ask(token_ids, task)) for _ in range(4)]
+        await asyncio.sleep(0.4)  # some are loading, some are waiting
+        for pending in tasks[1:]:
+            pending.cancel()
+        return await tasks[0]
+
+    assert_same(harness.run(abort_some()), expected)
+    assert_same(harness.ask_now(token_ids, task), expected)
+
+
+def damaged(harness, chunk, anchor, layer):
+    """Flip one byte of a stored record, as a failing disk would."""
+    import lmdb
+
+    extra = harness.engine._llm.vllm_config.kv_transfer_config.kv_connector_extra_config
+    key = ChunkKey(chunk_hash(chunk), chunk_hash(anchor), FINGERPRINT, harness.engine.kv_heads).layer(layer)
+    environment = lmdb.open(extra["store"], map_size=1 << 40, max_dbs=2)
+    with environment.begin(db=environment.open_db(b"records"), write=True) as txn:
+        value = bytearray(txn.get(key))
+        value[len(value) // 2] ^= 1
+        txn.put(key, bytes(value))
+    environment.close()
+
+
+@pytest.mark.parametrize("policy", ["none", "query:0.15", "query:1.0"])
+@pytest.mark.parametrize("layer", [0, 17, 29])
+def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, question, policy, layer):
+    chunks = [text[i : i + 150] for i in range(6000, 6600, 150)]
+    harness.capture(anchor, chunks)
+    token_ids, task = lay_out(anchor, chunks, question, policy)
+    damaged(harness, chunks[2], anchor, layer)
+    found = harness.ask_now(token_ids, task)
+    assert (found.report.corrupt_chunks, found.report.missing_chunks) == (1, 1)
+    # the same request with that chunk never captured
+    unknown_anchor = Span(*[getattr(task.spans[3], name) for name in ("start", "end")], "a" * 32, "b" * 32)
+    without = type(task)((*task.spans[:3], unknown_anchor, *task.spans[4:]), task.policy)
+    assert_same(found, harness.ask_now(token_ids, without))
+    if policy == "query:1.0":
+        assert_same(found, harness.ask_now(token_ids))
+
+
+def test_serving_holds_no_second_copy_of_the_context(harness, anchor, text, question):
+    """While 7,000 tokens are fused, the process grows by less than a few layers of their KV."""
+    chunks = [text[i : i + 500] for i in range(0, 7000, 500)]
+    harness.capture(anchor, chunks)
+    token_ids, task = lay_out(anchor, chunks, question, "query:0.02")
+    harness.ask_now(token_ids, task, max_tokens=1)  # whatever a first request allocates for good
+    processes = psutil.Process().children(recursive=True)
+
+    def anonymous_bytes():
+        lines = [line for p in processes for line in Path(f"/proc/{p.pid}/status").read_text().splitlines()]
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    async def watch():
+        before, peak = anonymous_bytes(), 0
+        request = asyncio.create_task(harness.ask(token_ids, task, max_tokens=1))
+        while not request.done():
+            peak = max(peak, anonymous_bytes())
+            await asyncio.sleep(0.005)
+        await request
+        return peak - before
+
+    layer_bytes = 2 * 7000 * 3 * 64 * 4
+    assert harness.run(watch()) < 5 * layer_bytes < 30 * layer_bytes / 4
+
+
+def test_the_tokenizer_is_the_models_own(smollm, anchor):
+    text = Tokenizer.from_file(str(smollm / "tokenizer.json")).decode(anchor, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system")
