@@ -1,7 +1,7 @@
 """`ragkv eval ttft`: time to first token by fused KV beside vLLM's own prefill of the same prompt.
 
-Everything runs in one process of one engine, interleaved: in each round the baseline, then every policy. The baseline is
-a plain vLLM request; nothing is taken from vLLM's prefix cache by either side. Medians over the rounds.
+Everything runs on one engine, interleaved: in each round the baseline, then every policy. The baseline is a plain vLLM
+request; nothing is taken from vLLM's prefix cache by either side. Medians over the rounds.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, ModelError
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
@@ -52,6 +52,8 @@ async def run(
     with tempfile.TemporaryDirectory(prefix="ragkv-ttft-") as store:
         engine = await Engine.start(folder, config.model, Path(store), fingerprint="0" * 32)
         try:
+            if engine.unsupported:
+                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
             bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index.chunk_tokens)
             for num_tokens in tokens:
                 for row in await bench.measure(num_tokens, policies, repeats):
@@ -82,7 +84,7 @@ class _Bench:
         ]
 
     async def _prepare(self, num_tokens: int) -> tuple[Prompt, tuple[Span, ...]]:
-        """Cut the chunks, last one first in the prompt so that none stands where it was captured, and capture them."""
+        """Cut the chunks, and capture each behind the anchor; in the prompt, the last one cut comes first."""
         anchor = self._layout.anchor
         room = num_tokens - len(anchor) - len(self._question)
         if room < 1 or num_tokens >= self._engine.max_model_len:

@@ -59,7 +59,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. `policy` is what was really used; `fallback` says why, where it isn't what was asked for."""
+    """A finished answer. `policy` is what was really used; `fallback` says what kept KV from being reused, if any."""
 
     text: str
     sources: list[Source]

@@ -3,15 +3,26 @@
 Nested settings are written `RAGKV_MODEL__NAME` in the environment and `[model] name = …` in the TOML file.
 """
 
+import difflib
 import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
+
+from ragkv.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
+
+OTHER_VARIABLES = {"RAGKV_CONFIG", "RAGKV_DEVICE"}  # the settings file; what `make setup` installs for
+# What Kubernetes puts into the environment of every pod beside a service called ragkv.
+KUBERNETES = re.compile(r"RAGKV_(SERVICE_(HOST|PORT\w*)=|PORT=\w+://|PORT_\d+_)")
 
 
 class Section(BaseModel):
@@ -56,11 +67,12 @@ class ServerConfig(Section):
 
 
 class Config(BaseSettings):
-    """The whole tree. Functions take the section they need, not the tree."""
+    """The whole tree. Functions take the section they need, not the tree. `Config()` reads the environment, no file."""
 
     model_config = SettingsConfigDict(
         env_prefix="RAGKV_",
         env_nested_delimiter="__",
+        env_ignore_empty=True,
         extra="forbid",
         frozen=True,
         nested_model_default_partial_update=True,
@@ -72,14 +84,93 @@ class Config(BaseSettings):
     answer: AnswerConfig = AnswerConfig()
     server: ServerConfig = ServerConfig()
 
+    @field_validator("home")
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = os.environ.get("RAGKV_CONFIG")
-        return (init_settings, env_settings, *((TomlConfigSettingsSource(settings_cls, file),) if file else ()))
+    def _expand(cls, home: Path) -> Path:
+        return home.expanduser()
+
+
+def load_config(config_file: Path | None = None, **flags: Any) -> Config:
+    """Defaults, overridden by the TOML file, the environment and flags. The file is `config_file` or `RAGKV_CONFIG`.
+
+    flags: as in the tree, `home=…, model={"name": …}`; those that are None don't count. Raises ConfigError, with a line
+    for each problem, where the file can't be read, a setting is unknown or a value can't be used.
+    """
+    file = config_file or os.environ.get("RAGKV_CONFIG")
+    sources = {
+        f"in {file}": _read_toml(Path(file).expanduser()) if file else {},
+        "in the environment": _read_environment(),
+        "on the command line": _given(flags),
+    }
+    try:
+        return Config(**_merge(sources.values()))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problem(detail, sources) for detail in error.errors())) from error
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"can't read the settings file {file}: {error.strerror}") from error
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError alike
+        raise ConfigError(f"the settings file {file} is not TOML: {error}") from error
+
+
+def _read_environment() -> dict[str, Any]:
+    """As a tree. pydantic-settings passes over variables that it doesn't know, so they are looked for here."""
+    known = {_variable(*path) for path in _setting_paths()} | OTHER_VARIABLES
+    for name, value in os.environ.items():
+        if name.upper().startswith("RAGKV_") and name.upper() not in known and not KUBERNETES.match(f"{name}={value}"):
+            similar = difflib.get_close_matches(name.upper(), known, n=1)
+            remedy = f"did you mean {similar[0]}?" if similar else f"unset it; settings are {', '.join(sorted(known))}"
+            raise ConfigError(f"{name} in the environment is not a setting; {remedy}")
+    try:
+        return EnvSettingsSource(Config)()
+    except SettingsError as error:
+        raise ConfigError(f"in the environment: {error}; a whole section must be JSON") from error
+
+
+def _setting_paths() -> Iterator[tuple[str, ...]]:
+    for name, field in Config.model_fields.items():
+        yield (name,)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from ((name, key) for key in field.annotation.model_fields)
+
+
+def _variable(*path: str) -> str:
+    return f"RAGKV_{'__'.join(path)}".upper()
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _given(value) if isinstance(value, Mapping) else value for key, value in flags.items() if value is not None
+    }
+
+
+def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Later sources win, setting by setting."""
+    merged: dict[str, Any] = {}
+    for source in sources:
+        for key, value in source.items():
+            below = merged.get(key)
+            merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _problem(detail: ErrorDetails, sources: Mapping[str, dict[str, Any]]) -> str:
+    """One line: the setting, its value, where it was set, and what is wrong with it."""
+    path = [str(part) for part in detail["loc"]]
+    where = [name for name, source in sources.items() if _has(source, path)][-1:]
+    if detail["type"] == "extra_forbidden":
+        siblings = [known[-1] for known in _setting_paths() if list(known[:-1]) == path[:-1]]
+        return " ".join([f"unknown setting {'.'.join(path)}", *where]) + f"; choose from {', '.join(siblings)}"
+    return " ".join([f"{'.'.join(path)} = {detail['input']!r}", *where]) + f": {detail['msg']}"
+
+
+def _has(source: Any, path: list[str]) -> bool:
+    for part in path:
+        if not isinstance(source, dict) or part not in source:
+            return False
+        source = source[part]
+    return True

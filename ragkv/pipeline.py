@@ -7,7 +7,7 @@ question -embed-> search -> chunks -get-> ChunkKV -fuse-> paged KV -decode-> ans
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -124,6 +124,11 @@ class Pipeline:
         """Why this model's KV can't be fused, None if it can."""
         return self._engine.unsupported
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """How often something kept a chunk or a request from being reused, by reason."""
+        return dict(self._engine.counters)
+
     # Index time
 
     async def ingest(
@@ -215,9 +220,12 @@ class Pipeline:
             done += 1
             progress(done, item.document.title)
 
-        async with asyncio.TaskGroup() as group:
-            for chunk, item in missing:
-                group.create_task(prefill(chunk, item))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for chunk, item in missing:
+                    group.create_task(prefill(chunk, item))
+        except ExceptionGroup as errors:  # one reason stops them all
+            raise errors.exceptions[0] from None
         report.chunks_prefilled += len(missing)
         start = 0
         for item in batch:
@@ -270,7 +278,7 @@ class Pipeline:
 
     # Question time
 
-    async def answer(self, question: str, options: AnswerOptions) -> AsyncIterator[AnswerEvent]:
+    async def answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
 
         Chunks that don't fit into the context are left out, worst first. Closing the generator frees everything.
@@ -340,9 +348,7 @@ class Pipeline:
             for c in (hit.chunk,)
         ]
 
-    def _task(self, prompt: Prompt, hits: Sequence[Hit], policy: Policy) -> FuseTask | None:
-        if not self._engine_fuses:
-            return None
+    def _task(self, prompt: Prompt, hits: Sequence[Hit], policy: Policy) -> FuseTask:
         anchor = Span(0, prompt.anchor_end, self._anchor_hash, ROOT_HASH)
         chunks = [
             Span(start, end, hit.chunk.chunk_hash, self._anchor_hash)

@@ -13,7 +13,7 @@ from ragkv.errors import ConfigError
 DESCRIPTIONS = {
     "none": "recompute nothing: full KV reuse",
     "query": "recompute the tokens that the question attends to most",
-    "full": "recompute everything: vLLM's own prefill, the oracle",
+    "full": "recompute everything: exact, what fusion is measured against",
 }
 
 

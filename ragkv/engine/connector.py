@@ -1,7 +1,7 @@
 """The vLLM connector: tells the scheduler that a prompt's KV is external, and lets the worker produce it.
 
 Loaded by vLLM with `kv_connector_module_path`; one instance lives in the scheduler, one in each worker. Loads are
-asynchronous: the worker does a bounded slice of work in every engine step while other requests decode.
+asynchronous: the worker does one slice of work in every engine step, and other requests decode in between.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BUSY_SLICE_TOKENS = 256  # while others decode: the longest they wait for one slice
+_BUSY_SLICE_TOKENS = 256  # while others decode; the load pass, which runs the question, isn't sliced
 
 
 @dataclass
@@ -95,7 +95,7 @@ class RagKVConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
-            self._scheduler.reports.update(meta.reports)
+            self._scheduler.keep(meta.reports)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.finish(request.request_id)
@@ -160,6 +160,10 @@ class _SchedulerSide:
         work = StepWork(list(self._jobs.values()), self._aborted, busy)
         self._jobs, self._aborted = {}, set()
         return work
+
+    def keep(self, reports: dict[str, Report]) -> None:
+        """Keep the reports of requests that are still there; one may have been aborted in the meantime."""
+        self.reports.update({id: report for id, report in reports.items() if id in self._running})
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         if request_id in self._running and request_id not in self.reports:

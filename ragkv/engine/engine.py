@@ -36,14 +36,14 @@ class Engine:
     """Owns vLLM's processes from `start` to `close`.
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
-    fallbacks: how many requests with a task were prefilled by vLLM itself, by reason.
+    counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request.
     max_model_len: the context limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
         self._llm = llm
         self.unsupported = unsupported
-        self.fallbacks: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self.max_model_len: int = llm.model_config.max_model_len
         self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
 
@@ -107,7 +107,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         if task is not None and self.unsupported is not None:
-            self.fallbacks[self.unsupported] += 1
+            self.counters[f"full_prefill: {self.unsupported}"] += 1
             task = None
 
         params = SamplingParams(
@@ -122,8 +122,8 @@ class Engine:
         async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
             (piece,) = output.outputs
             report = _report(output.kv_transfer_params)
-            if report is not None and report.failed:
-                self.fallbacks[report.problem or "unknown"] += 1
+            if report is not None:
+                self._count(report)
             yield EngineOutput(
                 piece.text,
                 list(piece.token_ids),
@@ -132,6 +132,12 @@ class Engine:
                 output.num_cached_tokens or 0,
                 [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
             )
+
+    def _count(self, report: Report) -> None:
+        if report.failed:
+            self.counters[f"full_prefill: {report.problem}"] += 1
+        self.counters["missing_chunks"] += report.missing_chunks
+        self.counters["corrupt_chunks"] += report.corrupt_chunks
 
     async def capture(self, token_ids: list[int], task: CaptureTask) -> float:
         """Prefill `token_ids` and store the KV of the task's span, which ends them. Returns the seconds it took.

@@ -68,19 +68,22 @@ class Fusion:
         """
         assert isinstance(job.task, FuseTask)
         report = Report(prefix_tokens=job.num_prefix)
-        spans = list(job.task.spans)
+        wanted = job.task.spans if job.task.policy.name != "full" else ()
+        present = [span for span in wanted if self.store.contains(self.key(span))]
+        report.missing_chunks = len(wanted) - len(present)
         while True:
-            present = [span for span in spans if self.store.contains(self.key(span))]
-            report.missing_chunks = len(job.task.spans) - len(present)
             try:
                 yield from self._fuse_present(job, present, job.task.policy, slice_tokens, report)
                 break
             except _BadSpanError as error:
-                spans = [span for span in present if span != error.span]
+                present = [span for span in present if span != error.span]
                 report.corrupt_chunks += 1
                 logger.warning("%s; computed anew", error)
-        if report.missing_chunks:
-            report.problem = f"{report.missing_chunks} chunks had no usable KV in the store"
+        num_unusable = report.missing_chunks + report.corrupt_chunks
+        if num_unusable:
+            report.problem = f"{num_unusable} of {len(job.task.spans)} chunks had no usable KV in the store"
+        elif report.policy != job.task.policy.label:
+            report.problem = "less than half of the prompt is cached"
         return report
 
     def read(self, snapshot: Snapshot, layer: int, span: Span) -> LayerKV:
@@ -122,7 +125,6 @@ class Fusion:
             eligible[: _exact_until(spans)] = False
             chosen = top_voted(load.votes, eligible, int(policy.budget * int(cached.sum())))
             chosen = chosen[chosen >= job.num_prefix]
-        report.recomputed_positions = chosen.tolist()
         report.recomputed_tokens = len(uncached) + len(chosen)
         report.reused_tokens = int(writable.sum()) - report.recomputed_tokens
         if policy.probes:

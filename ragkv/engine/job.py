@@ -1,6 +1,6 @@
 """What travels between the caller, vLLM's scheduler and its worker: one request's work, as plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ragkv.policies import Policy
@@ -71,8 +71,9 @@ class Job:
 class Report:
     """What became of a job; returned with the request's last output.
 
-    `reused_tokens` came from the store as they were; `recomputed_tokens` were computed by the subset forward.
-    `problem` says why a chunk, or the whole job, was computed instead (None if all went well).
+    reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
+    missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify; the anchor counts as a chunk.
+    problem: why a chunk, or the whole job, was computed instead (None if all went well).
     """
 
     policy: str = ""
@@ -86,4 +87,3 @@ class Report:
     recompute_ms: float = 0.0
     problem: str | None = None
     failed: bool = False
-    recomputed_positions: list[int] = field(default_factory=list)

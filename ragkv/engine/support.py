@@ -52,7 +52,7 @@ def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
 
     Found by trial: the same tokens are run at two positions, and the model's own rotary table must turn the keys of one
     run into those of the other, in every layer. So absolute positions, tables that change with the length, or a table
-    that is not the one in use, are noticed. Writes to the first block of the paged cache: call it before any request.
+    that is not the one in use, are noticed. Writes to block 1 of the paged cache: call it before any request.
     Raises UnsupportedModelError.
     """
     limit = min(subset.vllm_config.model_config.max_model_len, 4096)

@@ -100,7 +100,7 @@ def test_what_cannot_be_fused_is_prefilled_in_full_and_says_why(runner, tmp_path
         found = harness.ask_now(token_ids, task)
         assert found.report is None
         assert_same(found, harness.ask_now(token_ids))
-        assert harness.engine.fallbacks == {harness.engine.unsupported: 1}
+        assert harness.engine.counters == {f"full_prefill: {harness.engine.unsupported}": 1}
     finally:
         harness.close()
 

@@ -1,0 +1,66 @@
+"""Dependencies point one way, and each heavy library is imported in one place only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Packages that know nothing of the layers above them, nor of each other. They may use only these of ragkv.
+LOWER = {
+    "kernels": {"ragkv.kernels"},
+    "store": {"ragkv.store", "ragkv.errors"},
+    "retriever": {"ragkv.retriever", "ragkv.errors"},
+}
+# Library to the files that may import it.
+ONLY_IN = {
+    "vllm": ("ragkv/engine/",),
+    "lmdb": ("store/lmdb_store.py",),
+    "faiss": ("retriever/index.py",),
+    "triton": ("kernels/",),
+    "sqlite3": ("retriever/catalog.py",),
+    "sentence_transformers": ("retriever/embedder.py",),
+    "typer": ("ragkv/cli/",),
+    "fastapi": ("ragkv/server.py",),
+}
+
+
+def source_files():
+    for folder in ("ragkv", "kernels", "store", "retriever", "evals"):
+        yield from (file for file in (ROOT / folder).glob("**/*.py") if "__pycache__" not in file.parts)
+
+
+def imports(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("package", LOWER)
+def test_lower_packages_know_nothing_above_them(package):
+    files = list((ROOT / package).glob("**/*.py"))
+    assert files
+    for file in files:
+        for name in imports(file):
+            known = name.split(".")[0] != "ragkv" or any(f"{name}.".startswith(f"{ok}.") for ok in LOWER[package])
+            assert known, f"{file.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_heavy_libraries_stay_where_they_belong(library):
+    seen = False
+    for file in source_files():
+        place = str(file.relative_to(ROOT))
+        place = place.removeprefix("ragkv/") if place.split("/")[1] in (*LOWER, "evals") else place
+        if any(name.split(".")[0] == library for name in imports(file)):
+            seen = True
+            assert place.startswith(ONLY_IN[library]), f"{place} imports {library}"
+    assert seen or library == "triton"
+
+
+def test_code_is_not_imported_by_its_folder_name():
+    bare = {"kernels", "store", "retriever", "evals"}
+    for file in [*source_files(), *(ROOT / "tests").glob("**/*.py")]:
+        assert not bare & {name.split(".")[0] for name in imports(file)}, file
