@@ -27,24 +27,17 @@ class Rotation:
         norm = torch.hypot(cos, sin)
         return cls((cos / norm).contiguous(), (sin / norm).contiguous(), neox)
 
-    def turns(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines `[T, R/2]` that move token t by `shifts[t]` positions, forwards or back."""
-        distance = shifts.abs().to(self.cos.device)
-        sign = torch.sign(shifts).to(self.sin)
-        return self.cos[distance], self.sin[distance] * sign[:, None]
-
-    def rotate(self, k: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate each token of `k` `[..., T, D]` by its turn. Computes in float32; returns k's dtype."""
-        cos, sin = turns
+    def rotate(self, k: torch.Tensor, shift: int) -> torch.Tensor:
+        """Rotate `k` `[..., T, D]` by `shift` positions, forwards or back. Computes in float32; returns k's dtype."""
+        cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
         rotated_size = 2 * cos.shape[-1]
-        x = k.float()
-        out = torch.empty_like(x)
-        out[..., rotated_size:] = x[..., rotated_size:]
         if self.neox:
             first, second = slice(0, rotated_size // 2), slice(rotated_size // 2, rotated_size)
         else:
             first, second = slice(0, rotated_size, 2), slice(1, rotated_size, 2)
-        a, b = x[..., first], x[..., second]
-        torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
-        return out.to(k.dtype)
+        a, b = k[..., first].float(), k[..., second].float()
+        out = torch.empty_like(k, memory_format=torch.contiguous_format)
+        out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
+        out[..., second] = (b * cos).addcmul_(a, sin)
+        out[..., rotated_size:] = k[..., rotated_size:]
+        return out

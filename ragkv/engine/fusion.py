@@ -174,13 +174,10 @@ class _Load:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What is the same in every layer: positions, slots, turns, and what the voters can't see."""
+        """What is the same in every layer: positions, slots, and what the voters can't see."""
         self._positions = torch.cat([torch.arange(span.start, span.end) for span in self._spans])
-        self._written = (self._positions >= self._job.num_prefix).nonzero().flatten()
-        slots = self._subset.slots(self._positions[self._written], torch.tensor(self._job.block_ids))
+        slots = self._subset.slots(self._positions, torch.tensor(self._job.block_ids))
         self._slots = slots.to(self._subset.device)
-        self._shifts: torch.Tensor | None = None
-        self._turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._hidden: dict[int | None, torch.Tensor | None] = {}
 
     def run(self) -> None:
@@ -210,7 +207,7 @@ class _Load:
             return
         keys = self._write(snapshot, layer)
         if layer in self._voting_layers:
-            self._vote(layer, q, torch.cat([keys, k.transpose(0, 1)], dim=1))
+            self._vote(layer, q, torch.cat([*keys, k.transpose(0, 1)], dim=1))
 
     def _vote(self, layer: int, q: torch.Tensor, keys: torch.Tensor) -> None:
         attention = self._subset.layers[layer]
@@ -223,29 +220,22 @@ class _Load:
         scores = query_scores(q[self._voters], keys, self._hidden[window], attention.impl.scale, soft_cap)
         self.votes[self._positions] += scores[: len(self._positions)].cpu()
 
-    def _write(self, snapshot: Snapshot, layer: int) -> torch.Tensor:
-        """Write one layer of all spans into the blocks. Returns their keys `[Hkv, N, D]`, moved to their positions."""
+    def _write(self, snapshot: Snapshot, layer: int) -> list[torch.Tensor]:
+        """Write one layer of all spans into the blocks. Returns their keys `[Hkv, T, D]`, moved to their positions."""
         begin = time.perf_counter()
-        kvs = [self._fusion.read(snapshot, layer, span) for span in self._spans]
-        device = self._subset.device
-        k, v = (torch.cat(parts, dim=1).to(device) for parts in ([kv.k for kv in kvs], [kv.v for kv in kvs]))
-        rotation = self._fusion.rotations[layer]
-        if rotation is not None:
-            k = rotation.rotate(k, self._turns_of(rotation, kvs))
-        if len(self._written) == len(self._positions):
-            self._subset.write(layer, k, v, self._slots)
-        elif len(self._written):
-            self._subset.write(layer, k[:, self._written], v[:, self._written], self._slots)
+        rotation, keys, end = self._fusion.rotations[layer], [], 0
+        for span in self._spans:
+            kv = self._fusion.read(snapshot, layer, span)
+            start, end = end, end + span.end - span.start
+            k, v = kv.k.to(self._subset.device), kv.v.to(self._subset.device)
+            if rotation is not None and span.start != kv.base_position:
+                k = rotation.rotate(k, span.start - kv.base_position)
+            first = max(0, self._job.num_prefix - span.start)
+            if first < span.end - span.start:
+                self._subset.write(layer, k[:, first:], v[:, first:], self._slots[start + first : end])
+            keys.append(k)
         self._report.load_ms += 1e3 * (time.perf_counter() - begin)
-        return k
-
-    def _turns_of(self, rotation: Rotation, kvs: list[LayerKV]) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._shifts is None:
-            spans = zip(self._spans, kvs, strict=True)
-            self._shifts = torch.cat([torch.full((s.end - s.start,), s.start - kv.base_position) for s, kv in spans])
-        if id(rotation) not in self._turns:
-            self._turns[id(rotation)] = rotation.turns(self._shifts)
-        return self._turns[id(rotation)]
+        return keys
 
 
 def piece(job: Job, positions: torch.Tensor) -> Piece:

@@ -75,7 +75,8 @@ class SubsetForward:
 
         Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
         tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
-        writes its KV and attends, with `[T, H, D]` tensors over all pieces. The forward ends before layer `stop_at`.
+        writes its KV and attends, with `[T, H, D]` tensors over all pieces. The forward ends before layer `stop_at`, by
+        default once the last layer's KV is written: nobody needs what would come out of it.
         """
         positions = torch.cat([piece.positions for piece in pieces])
         token_ids = torch.cat([piece.token_ids for piece in pieces]).to(self.device)
@@ -92,7 +93,7 @@ class SubsetForward:
             slot_mapping=dict.fromkeys(self.names, slots),
             skip_compiled=True,
         )
-        with context, self._hooked(before_layer, stop_at), suppress(_ReachedStop):
+        with context, self._hooked(before_layer, slots, stop_at), suppress(_ReachedStop):
             self.model(input_ids=token_ids, positions=(positions + offsets).to(self.device))
 
     def _common_metadata(
@@ -123,12 +124,12 @@ class SubsetForward:
         )
 
     @contextmanager
-    def _hooked(self, before_layer: BeforeLayer | None, stop_at: int | None) -> Iterator[None]:
-        if before_layer is None:
-            yield
-            return
+    def _hooked(self, before_layer: BeforeLayer | None, slots: torch.Tensor, stop_at: int | None) -> Iterator[None]:
+        last = len(self.layers) - 1
         hooks = []
         for index, layer in enumerate(self.layers):
+            if before_layer is None and index != last:
+                continue
 
             def see(module: Attention, args: tuple[torch.Tensor, ...], index: int = index) -> None:
                 if index == stop_at:
@@ -136,7 +137,11 @@ class SubsetForward:
                 q, k, v = args[:3]
                 q = q.view(len(q), -1, module.head_size)
                 k, v = (x.view(len(x), module.num_kv_heads, -1) for x in (k, v))
-                before_layer(index, q, k, v)
+                if before_layer is not None:
+                    before_layer(index, q, k, v)
+                if index == last:
+                    self.write(last, k.transpose(0, 1), v.transpose(0, 1), slots)
+                    raise _ReachedStop
 
             hooks.append(layer.register_forward_pre_hook(see))
         try:

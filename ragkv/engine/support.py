@@ -59,11 +59,10 @@ def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
     shift = limit // 2 + 3
     at_start, shifted = _keys(subset, 0), _keys(subset, shift)
     tolerance = _DTYPE_TO_TOLERANCE[at_start[0].dtype]
-    turned_by = torch.full((_NUM_TEST_TOKENS,), shift)
     rotations: list[Rotation | None] = []
     for name, before, after in zip(subset.names, at_start, shifted, strict=True):
         for candidate in (None, *_tables_near(subset.model, name)):
-            moved = before if candidate is None else candidate.rotate(before, candidate.turns(turned_by))
+            moved = before if candidate is None else candidate.rotate(before, shift)
             if _distance(moved, after) < tolerance:
                 rotations.append(candidate)
                 break

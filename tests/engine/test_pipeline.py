@@ -1,0 +1,239 @@
+"""Documents to answers, end to end: the real pipeline and the real endpoint, in float32."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
+from ragkv.errors import ContextTooLongError, DocumentError, StoreError
+from ragkv.home import Home
+from ragkv.pipeline import Pipeline, open_store
+from ragkv.policies import Policy
+from ragkv.server import create_app
+
+pytestmark = pytest.mark.engine
+
+TOPICS = {
+    "bees": "Honey bees build hexagonal cells of wax. A colony has one queen; workers forage up to five kilometres.",
+    "volcano": "Mount Etna is the tallest active volcano in Europe. It stands in Sicily, and it erupted in 2021.",
+    "bridge": "The Akashi bridge spans 1,991 metres between two towers. It was opened in 1998 and links Kobe to Awaji.",
+    "tea": "Darjeeling tea is picked four times a year. The first flush in March gives a light and floral cup.",
+    "chess": "In chess the rook moves along ranks and files. Castling moves the king two squares towards a rook.",
+    "glass": "Window glass is made by floating molten glass on tin. The float process was invented by Pilkington.",
+}
+QUESTIONS = [
+    "How tall is Etna?",
+    "When was the Akashi bridge opened?",
+    "How do bees build?",
+    "Who invented float glass?",
+]
+
+
+@pytest.fixture(scope="module")
+def home(smollm, tmp_path_factory):
+    """A home of its own that shares the fetched models."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(smollm.parent)
+    return home
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, text in TOPICS.items():
+        (folder / f"{name}.md").write_text(f"# {name}\n\n" + "\n\n".join([text] * 6))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(home):
+    model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
+    return Config(home=home, model=model, index={"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128})
+
+
+@pytest.fixture(scope="module")
+def pipeline(runner, config, corpus):
+    pipeline = runner.run(Pipeline.open(config))
+    report = runner.run(pipeline.ingest([corpus]))
+    assert (report.documents_new, report.rejected) == (len(TOPICS), [])
+    assert report.chunks_prefilled > len(TOPICS)
+    yield pipeline
+    runner.run(pipeline.close())
+
+
+async def events_of(pipeline, question, policy="query:0.15", top_k=6, max_tokens=12, **options):
+    choice = AnswerOptions(Policy.parse(policy), top_k, max_tokens, **options)
+    return [event async for event in pipeline.answer(question, choice)]
+
+
+def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
+    first, *deltas, answer = runner.run(events_of(pipeline, "When was the Akashi bridge opened?", fresh=True))
+    assert isinstance(first, Retrieved) and first.sources[0].title == "bridge"
+    assert isinstance(answer, Answer) and answer.sources == first.sources
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert "".join(delta.text for delta in deltas) == answer.text
+    usage, timings = answer.usage, answer.timings
+    assert usage.prompt_tokens == usage.prefix_tokens + usage.reused_tokens + usage.recomputed_tokens
+    assert usage.reused_tokens > usage.recomputed_tokens > 0 and usage.completion_tokens > 0
+    assert answer.policy == "query:0.15" and answer.fallback is None
+    assert timings.ttft_ms >= timings.load_ms + timings.probe_ms + timings.recompute_ms
+    assert min(timings.load_ms, timings.probe_ms, timings.recompute_ms, timings.retrieve_ms) > 0
+
+
+def test_full_is_full_prefill(runner, pipeline):
+    *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "full", fresh=True))
+    assert (answer.usage.reused_tokens, answer.policy) == (0, "full")
+
+
+def test_indexing_again_does_nothing(runner, pipeline, corpus):
+    report = runner.run(pipeline.ingest([corpus]))
+    assert (report.documents_unchanged, report.chunks_prefilled, report.chunks_deleted) == (len(TOPICS), 0, 0)
+
+
+def test_documents_change_and_go_and_their_kv_with_them(runner, pipeline, tmp_path):
+    store = pipeline._store
+    before = set(store.chunk_hashes())
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "a.txt").write_text("Cod live in the cold North Atlantic.")
+    (folder / "b.txt").write_text("Cod live in the cold North Atlantic.")  # the same chunk
+    assert runner.run(pipeline.ingest([folder])).chunks_prefilled == 1
+    shared = set(store.chunk_hashes()) - before
+    assert len(shared) == 1
+    (folder / "a.txt").write_text("Herring live in the Baltic.")
+    report = runner.run(pipeline.ingest([folder]))
+    assert (report.documents_changed, report.documents_unchanged, report.chunks_deleted) == (1, 1, 0)
+    assert shared < set(store.chunk_hashes())  # b.txt still has it
+    (folder / "b.txt").unlink()
+    report = runner.run(pipeline.ingest([folder]))
+    assert (report.documents_removed, report.chunks_deleted) == (1, 1)
+    assert not shared & set(store.chunk_hashes())
+    (folder / "a.txt").unlink()
+    runner.run(pipeline.ingest([folder]))
+    assert set(store.chunk_hashes()) == before
+
+
+def test_one_bad_document_loses_nothing(runner, pipeline, tmp_path):
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "junk.txt").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "rows.jsonl").write_text('{"id": "x", "text": "Storks nest on roofs."}\nnot json\n')
+    report = runner.run(pipeline.ingest([tmp_path]))
+    assert report.documents_new == 1
+    assert len(report.rejected) == 3 and all(isinstance(error, DocumentError) for error in report.rejected)
+    sources = runner.run(events_of(pipeline, "Where do storks nest?"))[0].sources
+    assert sources[0].text.startswith("Storks")
+
+
+def test_a_question_longer_than_the_context_is_refused_with_the_limit(runner, pipeline):
+    with pytest.raises(ContextTooLongError) as error:
+        runner.run(events_of(pipeline, "why " * 5000))
+    assert error.value.num_tokens > error.value.limit > 1000
+
+
+def test_chunks_that_do_not_fit_are_left_out(runner, pipeline):
+    first, *_, answer = runner.run(events_of(pipeline, "bee " * 1500, top_k=50))
+    assert 0 < len(first.sources) < 50
+    assert answer.usage.prompt_tokens + 12 <= 2048
+
+
+def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline, corpus):
+    *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    store = pipeline._store
+    lost = list(store.chunk_hashes())
+    store.delete(lost)
+    *_, without = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    assert without.text == before.text and without.usage.reused_tokens == 0 and "no usable KV" in without.fallback
+    assert pipeline.counters["missing_chunks"] >= 1
+    report = runner.run(pipeline.ingest([corpus]))
+    assert report.chunks_prefilled > 0 and store.verify().problems == []
+    *_, after = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    assert after.usage == before.usage
+
+
+def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline):
+    bodies = [
+        {
+            "question": QUESTIONS[i % 4],
+            "top_k": 3 + i % 4,
+            "budget": random.Random(i).choice([0.05, 0.2]),
+            "max_tokens": 10,
+        }
+        for i in range(16)
+    ]
+
+    async def post_all():
+        transport = httpx.ASGITransport(create_app(pipeline))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+            alone = [(await client.post("/v1/answer", json=body)).json() for body in bodies]
+            at_once = await asyncio.gather(*(client.post("/v1/answer", json=body) for body in bodies))
+            refused = await client.post("/v1/answer", json={"question": "why " * 5000})
+            return alone, [response.json() for response in at_once], refused
+
+    alone, at_once, refused = runner.run(post_all())
+    assert [response["answer"] for response in at_once] == [response["answer"] for response in alone]
+    assert refused.status_code == 413 and refused.json()["error"]["limit"] > 1000
+
+
+def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):
+    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    with pytest.raises(StoreError, match=f"was indexed with the model {EMBEDDED_MODEL}"):
+        runner.run(Pipeline.open(other))
+
+
+def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp_path):
+    """Killed at three moments, its whole process group: each time the store verifies, and at the end all is in."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "models").symlink_to(smollm.parent)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    words = sorted(TOPICS.values())
+    for i in range(60):
+        text = " ".join(random.Random(i).choices(words, k=20))
+        (folder / f"{i}.txt").write_text(f"Document {i}. {text}")
+    environment = {**os.environ, "RAGKV_HOME": str(tmp_path / "home"), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "ragkv", "index", str(folder)]
+    config = Config(home=tmp_path / "home")
+    log = tmp_path / "log"
+    for records in (1, 400, 1200):
+        with log.open("w") as output:
+            process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and _num_records(config) < records and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        store = open_store(config)
+        assert store.verify().problems == [], log.read_text()
+        store.close()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Home(config.home).open_catalog() as catalog:
+        assert len(catalog.documents()) == 60
+        hashes = catalog.chunk_hashes()
+    store = open_store(config)
+    assert store.verify().problems == []
+    assert hashes < set(store.chunk_hashes())
+    assert store.stats().num_chunks == len(hashes) + 1  # and the anchor
+    store.close()
+
+
+def _num_records(config):
+    if not (config.home / "kv" / "data.mdb").exists():
+        return 0
+    try:
+        store = open_store(config)
+    except StoreError:
+        return 0
+    try:
+        return store.stats().num_records
+    finally:
+        store.close()
