@@ -1,0 +1,6 @@
+"""`python -m ragkv`."""
+
+from ragkv.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The command line: parses, calls and prints. Knows nothing of how an answer is made.
+
+Nothing heavy is imported before a command needs it: torch and vLLM take seconds.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ragkv import __version__
+from ragkv.cli import engine_commands, home_commands
+from ragkv.cli.output import err
+from ragkv.errors import RagKVError
+
+
+def _group(help: str) -> typer.Typer:
+    return typer.Typer(help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+app = _group("RAG on vLLM that reuses the KV of document chunks.")
+app.command()(engine_commands.index)
+app.command()(engine_commands.ask)
+app.command()(engine_commands.serve)
+store = _group("Look into the KV store.")
+store.command()(home_commands.stats)
+store.command()(home_commands.verify)
+app.add_typer(store, name="store")
+models = _group("The embedded models.")
+models.command()(home_commands.fetch)
+app.add_typer(models, name="models")
+evaluations = _group("Measure on this machine.")
+evaluations.command()(engine_commands.ttft)
+app.add_typer(evaluations, name="eval")
+app.command()(home_commands.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"ragkv {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point: `app`, with errors in one line."""
+    try:
+        app()
+    except RagKVError as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,219 @@
+"""The commands that start a model: only once the arguments are known to be good."""
+
+import asyncio
+import json
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragkv.cli import output
+from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
+from ragkv.cli.output import err
+from ragkv.cli.session import log_file, log_in_errors, open_pipeline, opened, prepare
+from ragkv.config import Config, load_config
+from ragkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragkv.answer import Answer, AnswerOptions
+    from ragkv.pipeline import IngestReport, Pipeline
+
+
+def index(
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Read documents, prefill their chunks and keep the KV.
+
+    Unchanged documents cost nothing; documents that are gone from a folder are removed. Ends with status 1 if a
+    document was rejected.
+    """
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
+    from ragkv.retriever.documents import find_files
+
+    find_files(paths)  # a path that can't be used is told before a model is loaded
+    prepare(log_file(config), verbose)
+    try:
+        report = asyncio.run(_index(config, paths))
+    except KeyboardInterrupt:
+        err.print("interrupted; run it again to go on from here")
+        raise
+    output.print_ingest_report(report)
+    if report.rejected:
+        raise typer.Exit(1)
+
+
+async def _index(config: Config, paths: list[Path]) -> "IngestReport":
+    async with opened(config) as pipeline:
+        with output.IngestBars() as bars:
+            return await pipeline.ingest(paths, bars.update)
+
+
+def ask(
+    question: str,
+    policy: Annotated[str | None, typer.Option(help="Which cached tokens to recompute: none, query or full.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Share of the cached tokens to recompute, 0 to 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Chunks to retrieve.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Time full prefill of the same prompt too.")] = False,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a question from the indexed documents."""
+    config = load_config(
+        config_file,
+        home=home,
+        model={"name": model, "dtype": dtype},
+        index={"embedder": embedder},
+        answer={"policy": policy, "budget": budget, "top_k": top_k, "max_tokens": max_tokens},
+    )
+    from ragkv.answer import AnswerOptions
+    from ragkv.policies import Policy
+
+    if not question.strip():
+        raise ConfigError("the question is blank")
+    options = AnswerOptions(
+        Policy(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
+    )
+    prepare(log_file(config), verbose)
+    asyncio.run(_compare(config, question, options, as_json) if compare else _ask(config, question, options, as_json))
+
+
+async def _ask(config: Config, question: str, options: "AnswerOptions", as_json: bool) -> None:
+    async with opened(config) as pipeline:
+        answer = await _answer(pipeline, question, options, show=not as_json)
+    if as_json:
+        typer.echo(json.dumps(_as_json(answer), ensure_ascii=False))
+    else:
+        output.print_sources(answer)
+        output.print_timings([answer])
+
+
+async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool) -> None:
+    """Both answers from a warm engine with nothing in vLLM's prefix cache."""
+    from ragkv.policies import Policy
+
+    fused = replace(options, fresh=True)
+    full = replace(fused, policy=Policy("full"))
+    async with opened(config) as pipeline:
+        with err.status("warming up"):
+            for warm_up in (fused, full):
+                await _answer(pipeline, question, replace(warm_up, max_tokens=1), show=False)
+        answer = await _answer(pipeline, question, fused, show=not as_json)
+        baseline = await _answer(pipeline, question, full, show=False)
+    speedup = baseline.timings.ttft_ms / answer.timings.ttft_ms
+    if as_json:
+        result = {**_as_json(answer), "baseline": _as_json(baseline), "speedup": speedup}
+        typer.echo(json.dumps(result, ensure_ascii=False))
+    else:
+        output.print_sources(answer)
+        output.print_baseline(answer, baseline)
+        output.print_timings([answer, baseline])
+
+
+async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions", *, show: bool) -> "Answer":
+    """Run to the end; with `show` the text is printed as it comes."""
+    from ragkv.answer import Answer, Delta
+
+    async with aclosing(pipeline.answer(question, options)) as events:
+        async for event in events:
+            if isinstance(event, Delta) and show:
+                typer.echo(event.text, nl=False)
+            if isinstance(event, Answer):
+                if show:
+                    typer.echo()
+                return event
+    raise RuntimeError("the pipeline ended without an answer")
+
+
+def _as_json(answer: "Answer") -> dict[str, Any]:
+    """As the server's /v1/answer has it."""
+    from ragkv.server import AnswerResponse
+
+    return AnswerResponse.of(answer).model_dump()
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [RAGKV_SERVER__HOST]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on. [RAGKV_SERVER__PORT]")] = None,
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Answer questions over HTTP until stopped: POST /v1/answer, GET /healthz, GET /readyz, and /docs to read."""
+    config = load_config(
+        config_file,
+        home=home,
+        model={"name": model, "dtype": dtype},
+        index={"embedder": embedder},
+        server={"host": host, "port": port},
+    )
+    prepare(None, verbose)
+    from ragkv import server
+
+    server.serve(config.server, lambda: open_pipeline(config))
+
+
+def ttft(
+    tokens: Annotated[str, typer.Option(help="Lengths of the context, in tokens.")] = "1024,2048,4096,7168",
+    policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Time to first token by policy, beside vLLM's own prefill of the same prompt."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
+    lengths = _parse_lengths(tokens)
+    from ragkv.policies import Policy
+
+    parsed = [Policy.parse(text.strip()) for text in policies.split(",")]
+    prepare(log_file(config), verbose)
+    from ragkv.evals import ttft as evaluation
+
+    rows: list[dict[str, Any]] = []
+
+    def emit(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if as_json:
+            typer.echo(json.dumps(row))
+        else:
+            err.print(
+                f"{row['tokens']} tokens, {row['policy']} {row['budget']:g}: {row['ttft_ms']:.0f} ms", style="dim"
+            )
+
+    with err.status("measuring"), log_in_errors(config):
+        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit))
+    if not as_json:
+        output.print_ttft(rows)
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of positive numbers with commas between", param_hint="--tokens"
+        )
+    return lengths

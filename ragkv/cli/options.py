@@ -1,0 +1,33 @@
+"""The options that several commands take. A setting that isn't given is None: it comes from elsewhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
+
+SETTINGS = "Settings"
+Home = Annotated[
+    Path | None, typer.Option(help="Where models, documents and KV live. [RAGKV_HOME]", rich_help_panel=SETTINGS)
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Local folder, Hugging Face id or {EMBEDDED_MODEL}. [RAGKV_MODEL__NAME]", rich_help_panel=SETTINGS
+    ),
+]
+Embedder = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Local folder, Hugging Face id or {EMBEDDED_EMBEDDER}. [RAGKV_INDEX__EMBEDDER]", rich_help_panel=SETTINGS
+    ),
+]
+DType = Annotated[
+    str | None, typer.Option(help="bfloat16, float16 or float32. [RAGKV_MODEL__DTYPE]", rich_help_panel=SETTINGS)
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with settings. [RAGKV_CONFIG]", rich_help_panel=SETTINGS)
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM logs.", rich_help_panel=SETTINGS)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,189 @@
+"""What the command line's results look like. Results go to stdout, progress and errors to stderr."""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ragkv.answer import Answer
+    from ragkv.doctor import Check
+    from ragkv.pipeline import IngestProgress, IngestReport
+    from ragkv.store.base import StoreStats, Verification
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Prefilling chunks"}
+MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
+MIB = 1 << 20
+
+
+def detach_streams(log: Path | None) -> None:
+    """Keep stdout and stderr for this process's own words. What vLLM's processes and libraries write there goes to
+    `log`, or else to stderr."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        stream.flush()
+        own = os.dup(descriptor)
+        setattr(sys, name, open(own, "w", buffering=1, encoding=stream.encoding, errors=stream.errors))  # noqa: SIM115, PTH123
+    if log:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 2)
+    os.dup2(2, 1)
+
+
+class IngestBars:
+    """A progress bar for each stage of an ingest, from its first step on; a line each where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[item]}", style="dim", markup=False),
+            console=err,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._stopped = False
+
+    def __enter__(self) -> "IngestBars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._progress.stop()
+
+    def update(self, step: "IngestProgress") -> None:
+        if self._stopped:
+            raise KeyboardInterrupt  # in the thread that reads files: asyncio can't cancel it, and waits for it
+        if step.stage not in self._tasks:
+            self._tasks[step.stage] = self._progress.add_task(STAGES.get(step.stage, step.stage), item="")
+        item = "" if step.done == step.total else step.item
+        self._progress.update(self._tasks[step.stage], completed=step.done, total=step.total, item=item)
+
+
+def print_ingest_report(report: "IngestReport") -> None:
+    counts = {
+        "new": report.documents_new,
+        "changed": report.documents_changed,
+        "unchanged": report.documents_unchanged,
+        "removed": report.documents_removed,
+        "rejected": len(report.rejected),
+    }
+    documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    out.print(f"Documents: {documents}. Chunks prefilled: {report.chunks_prefilled}.")
+    for error in report.rejected:
+        out.print(f"rejected: {error}", style="yellow", markup=False, soft_wrap=True)
+
+
+def print_sources(answer: "Answer") -> None:
+    if not answer.sources:
+        out.print("\nNo sources: nothing is indexed yet (`ragkv index PATH`).")
+        return
+    table = Table("", "document", "chunk", "score", "title", box=None, title="Sources", title_justify="left")
+    for i, source in enumerate(answer.sources, 1):
+        document = Text(_short(source.document_id), overflow="fold")
+        table.add_row(f"{i}", document, f"{source.ordinal}", f"{source.score:.3f}", Text(source.title, "dim"))
+    out.print()
+    out.print(table)
+
+
+def _short(path: str) -> str:
+    """Relative to where the user is, if it is below."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+
+
+def print_baseline(answer: "Answer", baseline: "Answer") -> None:
+    out.print()
+    if baseline.text == answer.text:
+        out.print(f"With {baseline.policy}: the same answer")
+    else:
+        out.print(f"With {baseline.policy}:")
+        out.print(baseline.text, markup=False, soft_wrap=True)
+
+
+def print_timings(answers: Sequence["Answer"]) -> None:
+    """A column for each answer; a second one is what the first is compared with."""
+    table = Table("", box=None, padding=(0, 1))
+    for answer in answers:
+        table.add_column(Text(answer.policy), justify="right")
+    for name, values, unit in _timing_rows(answers):
+        if any(values):
+            table.add_row(name, *(f"{value:,.{unit == 'ms':d}f} {unit}".strip() if value else "-" for value in values))
+    out.print()
+    out.print(table)
+    if len(answers) > 1:
+        fused, full = (answer.timings.ttft_ms for answer in answers)
+        out.print(f"\nThe first token came {full / fused:.1f} times as fast.", style="bold green")
+    for answer in answers:
+        if answer.fallback:
+            out.print(f"fallback: {answer.fallback}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float], str]]:
+    timings, usages = [answer.timings for answer in answers], [answer.usage for answer in answers]
+    yield "time to first token", [timing.ttft_ms for timing in timings], "ms"
+    yield "  load", [timing.load_ms for timing in timings], "ms"
+    yield "  probe", [timing.probe_ms for timing in timings], "ms"
+    yield "  recompute", [timing.recompute_ms for timing in timings], "ms"
+    yield "retrieve", [timing.retrieve_ms for timing in timings], "ms"
+    yield "total", [timing.total_ms for timing in timings], "ms"
+    yield "prompt", [usage.prompt_tokens for usage in usages], "tokens"
+    yield "  reused", [usage.reused_tokens for usage in usages], "tokens"
+    yield "  recomputed", [usage.recomputed_tokens for usage in usages], "tokens"
+    yield "  in vLLM's prefix cache", [usage.prefix_tokens for usage in usages], "tokens"
+    yield "answer", [usage.completion_tokens for usage in usages], "tokens"
+
+
+def print_stats(stats: "StoreStats") -> None:
+    out.print(f"chunks       {stats.num_chunks:,}")
+    out.print(f"records      {stats.num_records:,} (one for each chunk and layer)")
+    out.print(f"KV           {stats.size_bytes / MIB:,.1f} MiB")
+    out.print(f"disk         {stats.file_bytes / MIB:,.1f} MiB")
+
+
+def print_verification(found: "Verification") -> None:
+    for problem in found.problems:
+        out.print(problem, style="red", markup=False, soft_wrap=True)
+    num_problems = len(found.problems)
+    out.print(f"{found.num_records:,} records checked, {num_problems or 'no'} problem{'s' * (num_problems != 1)}")
+
+
+def print_checks(checks: Iterable["Check"]) -> None:
+    table = Table("", "", "", box=None, show_header=False, padding=(0, 1))
+    for check in checks:
+        detail = Text(check.detail)
+        if check.remedy and not check.ok:
+            detail.append(f"\n{check.remedy}", "bold")
+        table.add_row(MARKS[check.ok], check.name, detail)
+    out.print(table)
+
+
+def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval ttft --json` prints them."""
+    table = Table(title="Time to first token, medians in ms", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    columns = ("tokens", "policy", "full", "fused", "speed-up", "load", "probe", "recompute", "reused", "computed")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for row in rows:
+        stages = (f"{row[stage]:,.0f}" for stage in ("load_ms", "probe_ms", "recompute_ms"))
+        table.add_row(
+            f"{row['tokens']:,}",
+            f"{row['policy']}:{row['budget']:g}" if row["policy"] == "query" else row["policy"],
+            f"{row['baseline_ttft_ms']:,.0f}",
+            f"{row['ttft_ms']:,.0f}",
+            f"{row['speedup']:.1f}×",
+            *stages,
+            f"{row['reused_tokens']:,}",
+            f"{row['recomputed_tokens']:,}",
+        )
+    out.print(table)

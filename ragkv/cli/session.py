@@ -1,0 +1,111 @@
+"""From arguments to an open pipeline: what must be set before vLLM is imported, and how its start can be stopped."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ragkv.cli import output
+from ragkv.cli.output import err
+from ragkv.config import Config
+from ragkv.errors import ModelError, StoreError
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
+
+# What libraries read when they are imported.
+ENVIRONMENT = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false"}
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
+
+def prepare(log: Path | None, verbose: bool) -> None:
+    """Before vLLM is imported: keep it from talking in between. What its processes say goes to `log`, or to stderr."""
+    for name, value in {**ENVIRONMENT, **({} if verbose else QUIET)}.items():
+        os.environ.setdefault(name, value)
+    if not verbose:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # what it logs before it reads the level
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        if log:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.unlink(missing_ok=True)
+        output.detach_streams(None if verbose else log)
+    except OSError as error:
+        raise StoreError(f"can't write {log}: {error.strerror}; choose another --home") from error
+
+
+def log_file(config: Config) -> Path:
+    return config.home / "vllm.log"
+
+
+@contextmanager
+def log_in_errors(config: Config) -> Iterator[None]:
+    """Where vLLM can't load a model, it logs why."""
+    log = log_file(config)
+    try:
+        yield
+    except ModelError as error:
+        if log.is_file() and log.stat().st_size:
+            raise ModelError(f"{error}\nwhat vLLM said of it is in {log}") from error
+        raise
+
+
+@asynccontextmanager
+async def opened(config: Config) -> AsyncIterator["Pipeline"]:
+    with log_in_errors(config):
+        pipeline = await open_pipeline(config)
+    try:
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+async def open_pipeline(config: Config) -> "Pipeline":
+    from ragkv import models
+
+    for name in (config.model.name, config.index.embedder):
+        models.resolve(name, config.home)  # a missing one is told before the seconds that imports take
+    with err.status("starting") as status, stoppable():
+
+        def report(line: str) -> None:
+            err.print(line, style="dim", markup=False)
+            status.update(line)
+
+        report("loading libraries")
+        from ragkv.pipeline import Pipeline
+
+        return await Pipeline.open(config, report)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the process at once, as long as there is nothing to finish.
+
+    vLLM blocks the event loop while it starts, loses a KeyboardInterrupt in its polls, and then waits ten minutes for
+    processes that the same Ctrl-C has ended.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        err.show_cursor()
+        for child in multiprocessing.active_children():
+            child.terminate()
+        os._exit(128 + signum)
+
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,354 @@
+"""The command line without a model: what it prints where, how it ends, and that it is quick."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import lmdb
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ragkv
+from ragkv import cli
+from ragkv.answer import Answer, Source, Timings, Usage
+from ragkv.cli import output
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
+from ragkv.errors import DocumentError
+from ragkv.pipeline import IngestProgress, IngestReport
+from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.record import ChunkKey, LayerKV
+
+HEAVY = ("torch", "vllm", "transformers", "sentence_transformers", "fastapi", "ragkv.pipeline")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, with nothing else in the environment."""
+    for name in [name for name in os.environ if name.startswith("RAGKV_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    monkeypatch.setenv("RAGKV_HOME", str(home))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTHONPATH", str(Path(ragkv.__file__).parents[1]))
+    return home
+
+
+@pytest.fixture
+def filled_home(home: Path) -> Path:
+    store = LmdbStore(home / "kv")
+    for chunk in (1, 2):
+        key = ChunkKey(f"{chunk:032x}", f"{7:032x}", f"{8:032x}", heads=(0, 2))
+        store.put([(key, [LayerKV(torch.ones(2, 5, 8), torch.ones(2, 5, 8), base_position=0)] * 3)])
+    store.close()
+    return home
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as a user runs it."""
+    command = [sys.executable, "-c", "from ragkv.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str, str]:
+    """In this process, where that makes no difference."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def corrupt_one_record(store: Path) -> None:
+    with lmdb.open(str(store), max_dbs=2) as env, env.begin(db=env.open_db(b"records"), write=True) as txn:
+        cursor = txn.cursor()
+        cursor.first()
+        value = bytearray(cursor.value())
+        value[-1] ^= 1
+        cursor.put(cursor.key(), bytes(value))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["ask", "--help"], ["--version"], ["store", "--help"]])
+def test_help_is_quick_and_light(home: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys; from ragkv.cli import main\n"
+        "try: main()\n"
+        f"finally: print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - begin < 1.5
+    assert done.stderr == "[]\n"
+
+
+def test_version(home: Path) -> None:
+    assert invoke("--version") == (0, f"ragkv {ragkv.__version__}\n", "")
+
+
+def test_every_command_is_listed(home: Path) -> None:
+    listed = invoke("--help")[1]
+    assert all(name in listed for name in ("index", "ask", "serve", "store", "models", "eval", "doctor"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["ask"], ["index"], ["ask", "x", "--nonsense"], ["ask", "x", "--top-k", "many"], ["store", "burn"]],
+)
+def test_usage_errors_end_with_2(home: Path, arguments: list[str]) -> None:
+    code, out, err = invoke(*arguments)
+    assert (code, out) == (2, "") and err
+
+
+@pytest.mark.parametrize("lengths", ["", "1,x", "0", "10,-5"])
+def test_lengths_that_are_none(home: Path, lengths: str) -> None:
+    code, out, err = invoke("eval", "ttft", "--tokens", lengths)
+    assert (code, out) == (2, "") and "is not a list of positive numbers" in err
+
+
+def errors(*arguments: str | Path) -> list[str]:
+    """The lines of the error that a command must end with, having printed nothing else."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    return done.stderr.removeprefix("error: ").splitlines()
+
+
+def test_unknown_policy(home: Path) -> None:
+    expected = ["unknown policy 'cachblend'; choose one of none, query, full"]
+    assert errors("ask", "who?", "--policy", "cachblend") == expected
+    assert errors("eval", "ttft", "--policies", "none,cachblend:0.1") == expected
+
+
+def test_budget_out_of_range(home: Path) -> None:
+    (line,) = errors("ask", "who?", "--budget", "1.5")
+    assert line == "answer.budget = 1.5 on the command line: Input should be less than or equal to 1"
+
+
+def test_blank_question(home: Path) -> None:
+    assert errors("ask", " \n") == ["the question is blank"]
+
+
+def test_unknown_settings(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ragkv.toml"
+    file.write_text("[server]\nprot = 1\nport = 0\n")
+    first, second = errors("serve", "--config", file)
+    assert first == f"server.port = 0 in {file}: Input should be greater than or equal to 1"
+    assert second == f"unknown setting server.prot in {file}; choose from host, port"
+    assert errors("doctor", "--config", tmp_path / "no.toml")[0].startswith("can't read the settings file")
+    monkeypatch.setenv("RAGKV_NONSENSE", "1")
+    assert errors("store", "stats")[0].startswith("RAGKV_NONSENSE in the environment is not a setting")
+
+
+@pytest.mark.parametrize("command", ["ask", "index", "serve"])
+def test_missing_model_is_told_at_once(home: Path, command: str) -> None:
+    arguments = {"ask": ["who?"], "index": [Path(__file__).parent], "serve": ["--port", str(free_port())]}
+    (line,) = errors(command, *arguments[command])
+    assert line.startswith(f"The embedded model {EMBEDDED_MODEL!r} is not in {home}") and "ragkv models fetch" in line
+    (line,) = errors(command, *arguments[command], "--model", home / "no")
+    assert line.startswith(f"No model '{home / 'no'}': there is no such folder")
+
+
+def test_port_in_use_is_told_before_anything_is_loaded(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (line,) = errors("serve", "--port", str(port))
+    assert line.startswith(f"can't listen on 127.0.0.1:{port}: Address already in use; choose another with --host")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_path_that_does_not_exist(home: Path, tmp_path: Path) -> None:
+    (line,) = errors("index", tmp_path / "nowhere")
+    assert f"{str(tmp_path / 'nowhere')!r} doesn't exist" in line
+
+
+def test_a_home_that_cannot_be_written(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (line,) = errors("ask", "who?", "--home", tmp_path / "file")
+    assert "choose another --home" in line
+
+
+def test_store_stats(filled_home: Path) -> None:
+    code, out, err = invoke("store", "stats", "--json")
+    stats = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (stats["num_chunks"], stats["num_records"]) == (2, 6)
+    assert stats["file_bytes"] >= stats["size_bytes"] >= 6 * 2 * 2 * 5 * 8 * 4
+    code, out, _ = invoke("store", "stats")
+    assert code == 0 and out.splitlines()[0].split() == ["chunks", "2"]
+
+
+def test_store_verify(filled_home: Path) -> None:
+    assert invoke("store", "verify") == (0, "6 records checked, no problems\n", "")
+    corrupt_one_record(filled_home / "kv")
+    code, out, _ = invoke("store", "verify")
+    assert (code, out.splitlines()) == (
+        1,
+        [f"chunk {1:032x} layer 0: checksum mismatch", "6 records checked, 1 problem"],
+    )
+    code, out, err = invoke("store", "verify", "--json")
+    assert (code, err) == (1, "")
+    assert json.loads(out) == {"num_records": 6, "problems": [f"chunk {1:032x} layer 0: checksum mismatch"]}
+
+
+def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:
+    assert errors("store", "stats", "--home", tmp_path / "other") == [
+        f"there is no KV store in {tmp_path / 'other'}; `ragkv index PATH` makes one"
+    ]
+    assert not (tmp_path / "other").exists()
+
+
+def test_store_of_another_version(filled_home: Path) -> None:
+    with lmdb.open(str(filled_home / "kv"), max_dbs=2) as env, env.begin(db=env.open_db(b"meta"), write=True) as txn:
+        txn.put(b"format", b"99")
+    assert "holds KV records of format 99" in errors("store", "verify")[0]
+
+
+def test_models_fetch_of_models_that_are_there(home: Path) -> None:
+    for name in (EMBEDDED_MODEL, EMBEDDED_EMBEDDER):
+        (home / "models" / name).mkdir(parents=True)
+        (home / "models" / name / "config.json").write_text("{}")
+    code, out, _ = invoke("models", "fetch")
+    assert code == 0
+    assert out.splitlines() == [f"{n}: already in {home / 'models' / n}" for n in (EMBEDDED_MODEL, EMBEDDED_EMBEDDER)]
+
+
+def test_models_fetch_of_an_unknown_model(home: Path) -> None:
+    assert errors("models", "fetch", "gpt-99")[0].startswith("'gpt-99' is not an embedded model; these are: ")
+
+
+def test_doctor(home: Path) -> None:
+    code, out, _ = invoke("doctor")
+    assert code == 1  # no models in this home
+    assert "wrong" in out and "run `ragkv models fetch`" in out
+    for name in (EMBEDDED_MODEL, EMBEDDED_EMBEDDER):
+        (home / "models" / name).mkdir(parents=True)
+        (home / "models" / name / "config.json").write_text("{}")
+    code, out, _ = invoke("doctor")
+    assert (code, "wrong" in out) == (0, False)
+
+
+def test_what_children_print_stays_off_stdout_and_stderr(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from ragkv.cli.output import detach_streams\n"
+        "detach_streams(Path(sys.argv[1]) if sys.argv[1:] else None)\n"
+        "os.system('echo child; echo child >&2')\n"
+        "print('own'); print('own error', file=sys.stderr)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(ragkv.__file__).parents[1])}
+    command = [sys.executable, "-c", code]
+    log = tmp_path / "log"
+    done = subprocess.run([*command, str(log)], capture_output=True, text=True, check=True, env=env)
+    assert (done.stdout, done.stderr, log.read_text()) == ("own\n", "own error\n", "child\nchild\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert (done.stdout, done.stderr) == ("own\n", "child\nchild\nown error\n")
+
+
+def make_answer(policy: str = "query:0.05", ttft_ms: float = 50.0, text: str = "[b]no markup[/b]") -> Answer:
+    usage = Usage(prompt_tokens=2000, prefix_tokens=0, reused_tokens=1900, recomputed_tokens=100, completion_tokens=9)
+    source = Source("/docs/a [red].md", "A [bold] title", chunk_id=3, ordinal=12, score=0.512, text="…")
+    return Answer(text, [source], policy, usage, Timings(ttft_ms=ttft_ms, load_ms=12.0), "stop")
+
+
+def test_sources_and_timings(capsys: pytest.CaptureFixture[str]) -> None:
+    answer, baseline = make_answer(), make_answer("full", ttft_ms=400, text="[/nothing]")
+    output.print_sources(answer)
+    output.print_baseline(answer, baseline)
+    output.print_timings([answer, baseline])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "/docs/a", "[red].md", "12", "0.512", "A", "[bold]", "title"] in lines
+    assert ["[/nothing]"] in lines
+    assert ["time", "to", "first", "token", "50.0", "ms", "400.0", "ms"] in lines
+    assert ["reused", "1,900", "tokens", "1,900", "tokens"] in lines
+    assert ["The", "first", "token", "came", "8.0", "times", "as", "fast."] in lines
+
+
+def test_ingest_report(capsys: pytest.CaptureFixture[str]) -> None:
+    rejected = [DocumentError("'/docs/[x].md': it's empty")]
+    output.print_ingest_report(
+        IngestReport(documents_new=2, documents_removed=1, chunks_prefilled=7, rejected=rejected)
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "Documents: 2 new, 1 removed, 1 rejected. Chunks prefilled: 7.",
+        "rejected: '/docs/[x].md': it's empty",
+    ]
+
+
+def test_ingest_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.IngestBars() as bars:
+        for done in range(4):
+            bars.update(IngestProgress("load", done, 3, "[/x].md"))
+        bars.update(IngestProgress("prefill", 1, 2, "a title"))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Reading files" in captured.err and "3/3" in captured.err and "1/2" in captured.err
+
+
+def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    row = {
+        "tokens": 7168,
+        "policy": "query",
+        "budget": 0.15,
+        "ttft_ms": 1234.5,
+        "baseline_ttft_ms": 12345.6,
+        "speedup": 10.0,
+        "reused_tokens": 6900,
+        "recomputed_tokens": 268,
+        "load_ms": 100.2,
+        "probe_ms": 300.4,
+        "recompute_ms": 800.6,
+    }
+    output.print_ttft([row])
+    expected = ["7,168", "query:0.15", "12,346", "1,234", "10.0×", "100", "300", "801", "6,900", "268"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == expected
+
+
+STARTING = textwrap.dedent("""
+    import multiprocessing, time
+    from ragkv.cli.session import stoppable
+
+    with stoppable():
+        child = multiprocessing.Process(target=time.sleep, args=(60,))
+        child.start()
+        try:
+            print(child.pid, flush=True)
+            while True:
+                time.sleep(1)
+        except BaseException:  # as some library might
+            time.sleep(60)
+""")
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_start_is_stopped_at_once_with_its_processes(home: Path, signum: int, status: int) -> None:
+    command = [sys.executable, "-c", STARTING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        process.send_signal(signum)
+        assert process.communicate(timeout=10)[1].count("Traceback") == 0
+        assert process.returncode == status
+    for _ in range(100):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # ended; nobody reaps orphans here
+            return
+        time.sleep(0.05)
+    pytest.fail("the child lives on")
+
+
+def test_reading_files_ends_with_the_bars() -> None:
+    with output.IngestBars() as bars:
+        bars.update(IngestProgress("load", 0, 2, "a"))
+    with pytest.raises(KeyboardInterrupt):
+        bars.update(IngestProgress("load", 1, 2, "b"))

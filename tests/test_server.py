@@ -1,0 +1,412 @@
+"""HTTP behaviour, over real sockets, of a pipeline that is scripted: statuses, framing, cancellation, shutdown."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from ragkv import server
+from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.config import Config, ServerConfig
+from ragkv.errors import ConfigError, ContextTooLongError, RagKVError, StoreError
+from ragkv.policies import DESCRIPTIONS, Policy
+
+SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
+ANSWER = Answer(
+    text="Grüße, world",
+    sources=[SOURCE],
+    policy="full",
+    usage=Usage(prompt_tokens=30, prefix_tokens=5, reused_tokens=20, recomputed_tokens=5, completion_tokens=3),
+    timings=Timings(retrieve_ms=1.5, ttft_ms=20.0),
+    finish_reason="stop",
+    fallback="the model's layers all slide",
+)
+SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
+
+
+class ScriptedPipeline:
+    """Plays `script`: events are yielded, exceptions raised, events of asyncio waited for."""
+
+    def __init__(self, script=SCRIPT) -> None:
+        self.config = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_tokens": 40})
+        self.is_ready = True
+        self.script = script
+        self.asked: list[tuple[str, AnswerOptions]] = []
+        self.waiting = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def answer(self, question, options):
+        self.asked.append((question, options))
+        cancelled = self.cancelled  # of this test, should the generator outlive it
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    self.waiting.set()
+                    await step.wait()
+                else:
+                    yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            cancelled.set()
+            raise
+
+    async def close(self):
+        self.is_ready = False
+
+
+@contextmanager
+def running(pipeline: ScriptedPipeline) -> Iterator[httpx.Client]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = uvicorn.Config(server.create_app(pipeline), lifespan="off", log_level="critical")
+        http = uvicorn.Server(settings)
+        thread = threading.Thread(target=http.run, args=([listener],))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # uvicorn closes a connection behind an unexpected error, so none is used twice
+        with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+            yield client
+        http.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def module_pipeline() -> Iterator[tuple[ScriptedPipeline, httpx.Client]]:
+    pipeline = ScriptedPipeline()
+    with running(pipeline) as client:
+        yield pipeline, client
+
+
+@pytest.fixture
+def pipeline(module_pipeline) -> ScriptedPipeline:
+    pipeline, _ = module_pipeline
+    pipeline.__init__()
+    return pipeline
+
+
+@pytest.fixture
+def client(module_pipeline, pipeline) -> httpx.Client:
+    return module_pipeline[1]
+
+
+def sse(body: str) -> list[tuple[str, dict]]:
+    assert body.endswith("\n\n")
+    events = []
+    for frame in body.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        assert name.startswith("event: ") and data.startswith("data: ")
+        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return events
+
+
+EXPECTED_SOURCE = {
+    "document": "docs/a.md",
+    "title": "A [b]",
+    "chunk": 7,
+    "ordinal": 2,
+    "score": 0.5,
+    "text": "one\n\ntwo\u2028three",
+}
+EXPECTED_END = {
+    "policy": "full",
+    "fallback": "the model's layers all slide",
+    "usage": {
+        "prompt_tokens": 30,
+        "prefix_tokens": 5,
+        "reused_tokens": 20,
+        "recomputed_tokens": 5,
+        "completion_tokens": 3,
+    },
+    "timings": {
+        "retrieve_ms": 1.5,
+        "load_ms": 0,
+        "probe_ms": 0,
+        "recompute_ms": 0,
+        "ttft_ms": 20,
+        "total_ms": 0,
+    },
+    "finish_reason": "stop",
+}
+
+
+def test_an_answer(client) -> None:
+    response = client.post("/v1/answer", json={"question": "who?"})
+    assert response.status_code == 200
+    assert response.json() == {"answer": "Grüße, world", "sources": [EXPECTED_SOURCE], **EXPECTED_END}
+
+
+def test_a_streamed_answer(client) -> None:
+    response = client.post("/v1/answer", json={"question": "who?", "stream": True})
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert sse(response.text) == [
+        ("sources", {"sources": [EXPECTED_SOURCE]}),
+        ("delta", {"text": "Grüße,\n"}),
+        ("delta", {"text": " world"}),
+        ("done", EXPECTED_END),
+    ]
+
+
+def test_events_are_sent_as_they_come(pipeline, client) -> None:
+    pipeline.script = [*SCRIPT[:2], asyncio.Event()]
+    with client.stream("POST", "/v1/answer", json={"question": "who?", "stream": True}) as response:
+        lines = response.iter_lines()
+        assert "event: delta" in lines  # found before the end: the pipeline waits
+
+
+def test_options_come_from_the_request_else_from_the_configuration(pipeline, client) -> None:
+    client.post("/v1/answer", json={"question": " a? "})
+    client.post("/v1/answer", json={"question": "b", "policy": "none", "budget": 0, "top_k": 9, "max_tokens": 1})
+    assert pipeline.asked == [
+        (" a? ", AnswerOptions(Policy("query", 0.2), top_k=3, max_tokens=40)),
+        ("b", AnswerOptions(Policy("none", 0), top_k=9, max_tokens=1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"question": ""}, "question: "),
+        ({"question": " \n\t"}, "question: Value error, is blank"),
+        ({"question": "x" * 100_001}, "question: String should have at most 100000 characters"),
+        ({"question": None}, "question: "),
+        ({"question": 5}, "question: "),
+        ({"top_k": 0}, "top_k: "),
+        ({"top_k": 101}, "top_k: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"budget": 1.01}, "budget: Input should be less than or equal to 1"),
+        ({"budget": -0.1}, "budget: Input should be greater than or equal to 0"),
+        ({"policy": "cachblend"}, "unknown policy 'cachblend'; choose one of " + ", ".join(DESCRIPTIONS)),
+        ({"polcy": "none"}, "polcy: Extra inputs are not permitted"),
+        ({"budget": 2, "top_k": 0}, "top_k: Input should be greater than or equal to 1; budget: "),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_used_is_named(pipeline, client, fields, named, stream) -> None:
+    response = client.post("/v1/answer", json={"question": "who?", "stream": stream, **fields})
+    assert response.status_code == 422
+    assert response.json()["error"]["message"].startswith(named)
+    assert response.json()["error"].keys() == {"type", "message"}
+    assert not pipeline.asked
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"question": NaN}', b'{"question": "\\ud800"}'])
+def test_a_body_that_is_no_request(client, body: bytes) -> None:
+    response = client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422
+    assert response.json()["error"]["type"] == "InvalidRequest"
+
+
+def test_a_body_that_is_not_unicode(client) -> None:
+    response = client.post("/v1/answer", content=b"\xff", headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequest")
+
+
+@pytest.mark.parametrize("body", [b'{"question": "x", "budget": NaN}', b'{"question": "x", "budget": Infinity}'])
+def test_a_budget_that_is_no_number(client, body: bytes) -> None:
+    response = client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "body"),
+    [
+        (
+            ContextTooLongError("9000 tokens, 8192 fit", num_tokens=9000, limit=8192),
+            413,
+            {"type": "ContextTooLongError", "message": "9000 tokens, 8192 fit", "num_tokens": 9000, "limit": 8192},
+        ),
+        (ConfigError("no such thing"), 422, {"type": "ConfigError", "message": "no such thing"}),
+        (StoreError("disk is full"), 500, {"type": "StoreError", "message": "disk is full"}),
+        (
+            KeyError("secret"),
+            500,
+            {"type": "InternalServerError", "message": "something went wrong; see the server's log"},
+        ),
+    ],
+)
+def test_errors_before_the_first_event_have_a_status(pipeline, client, error, status, body, stream) -> None:
+    pipeline.script = [error]
+    response = client.post("/v1/answer", json={"question": "who?", "stream": stream})
+    assert (response.status_code, response.json()) == (status, {"error": body})
+
+
+def test_an_error_after_the_first_event(pipeline, client) -> None:
+    pipeline.script = [*SCRIPT[:2], RagKVError("engine died")]
+    assert client.post("/v1/answer", json={"question": "who?"}).status_code == 500
+    response = client.post("/v1/answer", json={"question": "who?", "stream": True})
+    assert response.status_code == 200
+    assert sse(response.text)[-1] == ("error", {"error": {"type": "RagKVError", "message": "engine died"}})
+
+
+def test_an_unexpected_error_in_a_stream_says_nothing_of_its_inside(pipeline, client) -> None:
+    pipeline.script = [*SCRIPT[:2], KeyError("secret")]
+    response = client.post("/v1/answer", json={"question": "who?", "stream": True})
+    assert sse(response.text)[-1][0] == "error" and "secret" not in response.text
+
+
+def test_not_ready(pipeline, client) -> None:
+    pipeline.is_ready = False
+    for response in (client.post("/v1/answer", json={"question": "who?"}), client.get("/readyz")):
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "ServiceUnavailable"
+    assert client.get("/healthz").status_code == 200
+    assert not pipeline.asked
+
+
+def test_ready(client) -> None:
+    assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
+
+
+def test_unknown_paths_and_methods(client) -> None:
+    assert client.get("/v1/nothing").status_code == 404
+    assert client.get("/v1/nothing").json() == {"error": {"type": "NotFound", "message": "Not Found"}}
+    assert client.get("/v1/answer").status_code == 405
+    assert client.get("/v1/answer").json()["error"]["type"] == "MethodNotAllowed"
+    assert client.get("/v1/answer").headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_events", [0, 2])
+def test_a_client_that_leaves_cancels_the_generation(pipeline, client, num_events: int, stream: bool) -> None:
+    pipeline.script = [*SCRIPT[:num_events], asyncio.Event()]
+    body = json.dumps({"question": "who?", "stream": stream})
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        head = f"POST /v1/answer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        assert pipeline.waiting.wait(5)
+        assert not pipeline.cancelled.wait(0.2)
+    assert pipeline.cancelled.wait(5)
+    assert client.get("/healthz").status_code == 200
+
+
+def test_many_at_once(pipeline, client) -> None:
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=10) as many:
+            posts = [many.post("/v1/answer", json={"question": f"{i}?"}) for i in range(32)]
+            return [response.status_code for response in await asyncio.gather(*posts)]
+
+    assert asyncio.run(ask()) == [200] * 32
+    assert {question for question, _ in pipeline.asked} == {f"{i}?" for i in range(32)}
+
+
+def test_the_schema_tells_it_all(client) -> None:
+    schema = client.get("/openapi.json").json()
+    operation = schema["paths"]["/v1/answer"]["post"]
+    assert operation["responses"].keys() == {"200", "413", "422", "503"}
+    assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    for status in ("413", "422", "503"):
+        ref = operation["responses"][status]["content"]["application/json"]["schema"]["$ref"]
+        assert ref.endswith("/ErrorResponse")
+    schemas = schema["components"]["schemas"]
+    assert schemas["AnswerRequest"]["additionalProperties"] is False
+    assert schemas["AnswerRequest"]["properties"]["policy"]["enum"] == [*DESCRIPTIONS, None]
+    assert {"Usage", "Timings", "SourceResponse", "ErrorBody"} <= schemas.keys()
+
+
+def test_a_port_in_use_is_told_before_the_pipeline_is_opened() -> None:
+    async def open_pipeline():
+        pytest.fail("opened")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"can't listen on 127.0.0.1:{port}: Address already in use; .*--port"):
+            server.serve(ServerConfig(port=port), open_pipeline)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_ours(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"can't listen on {host}:8090: .*--host"):
+        server.serve(ServerConfig(host=host), lambda: pytest.fail("opened"))
+
+
+SLOW_SERVER = textwrap.dedent("""
+    import asyncio, sys
+    from ragkv.answer import Answer, Retrieved, Timings, Usage
+    from ragkv.config import Config, ServerConfig
+    from ragkv.server import serve
+
+    class Slow:
+        config, is_ready = Config(), True
+
+        async def answer(self, question, options):
+            yield Retrieved([])
+            print("answering", flush=True)
+            await asyncio.sleep(1)
+            yield Answer("late", [], "none", Usage(1, 0, 1, 0), Timings(), "stop")
+
+        async def close(self):
+            await asyncio.sleep(0)
+            print("closed", flush=True)
+
+    async def open_pipeline():
+        try:
+            print("opening", flush=True)
+            await asyncio.sleep(float(sys.argv[2]))
+        finally:
+            print("opened", flush=True)
+        return Slow()
+
+    serve(ServerConfig(port=int(sys.argv[1])), open_pipeline)
+""")
+
+
+@contextmanager
+def slow_server(open_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SLOW_SERVER, str(port), str(open_s)]
+    env = {**os.environ, "PYTHONPATH": str(Path(server.__file__).parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "opening\n"
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_answers_finish_and_closes_the_pipeline() -> None:
+    with slow_server(open_s=0) as (process, url):
+        wait_until_ready(url)
+        with ThreadPoolExecutor(1) as executor:
+            response = executor.submit(httpx.post, f"{url}/v1/answer", json={"question": "?"}, timeout=10)
+            while process.stdout.readline() != "answering\n":
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert response.result().json()["answer"] == "late"
+        out, err = process.communicate(timeout=10)
+        assert out.endswith("closed\n") and "Traceback" not in err
+        assert process.returncode == 0
+
+
+def test_sigterm_while_opening() -> None:
+    with slow_server(open_s=60) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out) == (0, "opened\n"), err
+
+
+def wait_until_ready(url: str) -> None:
+    for _ in range(100):
+        try:
+            if httpx.get(f"{url}/readyz").status_code == 200:
+                return
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    pytest.fail("the server didn't start")
