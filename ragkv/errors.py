@@ -24,7 +24,7 @@ class StoreError(RagKVError):
 class ContextTooLongError(RagKVError):
     """A prompt that doesn't fit into the model's context.
 
-    `num_tokens` and `limit` carry the two lengths in tokens.
+    num_tokens: how long the part is that can't be shortened, the question; limit: how long it may be.
     """
 
     def __init__(self, message: str, num_tokens: int, limit: int) -> None:

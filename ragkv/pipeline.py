@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, S
 from ragkv.config import Config
 from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
-from ragkv.errors import ContextTooLongError, DocumentError, StoreError
+from ragkv.errors import ContextTooLongError, DocumentError
 from ragkv.home import Home, Owner
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
@@ -99,7 +100,7 @@ class Pipeline:
         home = Home(config.home)
         folder = models.resolve(config.model.name, home.path)
         fingerprint = models.model_fingerprint(folder, config.model.dtype, home.path)
-        owner = Owner(config.model.name, fingerprint, config.index.embedder)
+        owner = Owner(f"{config.model.name} in {config.model.dtype}", fingerprint, config.index.embedder)
         catalog = home.open_catalog()
         home.check_owner(catalog, owner)
         home.open_store().close()
@@ -296,13 +297,15 @@ class Pipeline:
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
         output = EngineOutput("", [])
-        async for output in self._engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt):
-            if output.token_ids and not num_tokens:
-                ttft_ms = 1e3 * (time.perf_counter() - submitted)
-            num_tokens += len(output.token_ids)
-            texts.append(output.text)
-            if output.text:
-                yield Delta(output.text)
+        outputs = self._engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.token_ids and not num_tokens:
+                    ttft_ms = 1e3 * (time.perf_counter() - submitted)
+                num_tokens += len(output.token_ids)
+                texts.append(output.text)
+                if output.text:
+                    yield Delta(output.text)
         now = time.perf_counter()
         timings = Timings(1e3 * (submitted - begin), ttft_ms=ttft_ms, total_ms=1e3 * (now - begin))
         yield self._finished(
@@ -407,11 +410,3 @@ def _batches(work: Sequence[_Work]) -> Iterable[list[_Work]]:
             batch = []
     if batch:
         yield batch
-
-
-def open_store(config: Config) -> LmdbStore:
-    """The KV store of a home, without a model: for statistics and checks. Raises StoreError if there is none."""
-    home = Home(config.home)
-    if not home.kv.is_dir():
-        raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
-    return home.open_store()

@@ -47,6 +47,9 @@ class Pipeline(Protocol):
 
     def answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]: ...
 
+    @property
+    def counters(self) -> dict[str, int]: ...
+
     async def close(self) -> None: ...
 
 
@@ -97,7 +100,7 @@ class AnswerResponse(BaseModel):
     answer: str
     sources: list[SourceResponse] = Field(description="In the order of the prompt")
     policy: str = Field(description="What was really used")
-    fallback: str | None = Field(description="Why, where that isn't what was asked for")
+    fallback: str | None = Field(description="What kept KV from being reused, if anything")
     usage: Usage
     timings: Timings
     finish_reason: str
@@ -118,7 +121,7 @@ class AnswerResponse(BaseModel):
 class ErrorBody(BaseModel):
     type: str
     message: str
-    num_tokens: int | None = Field(None, description="ContextTooLongError: the prompt's length in tokens")
+    num_tokens: int | None = Field(None, description="ContextTooLongError: the question's length in tokens")
     limit: int | None = Field(None, description="ContextTooLongError: the longest that fits")
 
 
@@ -128,6 +131,10 @@ class ErrorResponse(BaseModel):
 
 class StatusResponse(BaseModel):
     status: str
+
+
+class HealthResponse(StatusResponse):
+    counters: dict[str, int] = Field(description="How often KV wasn't reused, by reason, since the start")
 
 
 def create_app(pipeline: Pipeline) -> FastAPI:
@@ -160,9 +167,9 @@ def create_app(pipeline: Pipeline) -> FastAPI:
         return AnswerResponse.of(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.get("/healthz")
-    async def healthz() -> StatusResponse:
-        """Whether the process is up."""
-        return StatusResponse(status="ok")
+    async def healthz() -> HealthResponse:
+        """Whether the process is up, and what it counted."""
+        return HealthResponse(status="ok", counters=pipeline.counters)
 
     @app.get("/readyz", responses={503: errors[503]})
     async def readyz() -> StatusResponse:

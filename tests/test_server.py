@@ -44,6 +44,7 @@ class ScriptedPipeline:
     def __init__(self, script=SCRIPT) -> None:
         self.config = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_tokens": 40})
         self.is_ready = True
+        self.counters = {"corrupt_chunks": 1}
         self.script = script
         self.asked: list[tuple[str, AnswerOptions]] = []
         self.waiting = threading.Event()
@@ -271,6 +272,7 @@ def test_not_ready(pipeline, client) -> None:
 
 def test_ready(client) -> None:
     assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
+    assert client.get("/healthz").json()["counters"] == {"corrupt_chunks": 1}
 
 
 def test_unknown_paths_and_methods(client) -> None:
@@ -342,7 +344,7 @@ SLOW_SERVER = textwrap.dedent("""
     from ragkv.server import serve
 
     class Slow:
-        config, is_ready = Config(), True
+        config, is_ready, counters = Config(), True, {}
 
         async def answer(self, question, options):
             yield Retrieved([])

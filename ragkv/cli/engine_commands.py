@@ -170,7 +170,7 @@ def serve(
 
 
 def ttft(
-    tokens: Annotated[str, typer.Option(help="Lengths of the context, in tokens.")] = "1024,2048,4096,7168",
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "1024,2048,4096,7168",
     policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
     as_json: AsJson = False,

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,14 @@ class Engine:
             "enforce_eager": not config.compile,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension",
             "kv_transfer_config": transfer,
         }
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **engine_args}))
             (unsupported, *_) = await llm.collective_rpc("ragkv_attach")
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # whatever a loader makes of a damaged file
             raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
         if unsupported:
             logger.warning("no fusion for this model, every request gets a full prefill: %s", unsupported)
@@ -87,7 +88,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return not self._llm.errored
+        return self._llm is not None and not self._llm.errored
 
     async def generate(
         self,
@@ -97,7 +98,7 @@ class Engine:
         max_tokens: int,
         salt: str | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[EngineOutput]:
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Decode greedily (unless `sampling` says otherwise) behind `token_ids`, piece by piece.
 
         salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
@@ -153,6 +154,7 @@ class Engine:
 
     async def close(self) -> None:
         self._llm.shutdown()
+        self._llm = None
 
 
 def _report(params: dict[str, Any] | None) -> Report | None:
