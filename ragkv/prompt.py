@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from ragkv.errors import ModelError
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
-_OPENING = "Documents:\n\n"
-_ASKING = "Question: "
+_ASKING = "Answer this question in one or two sentences, using only the documents above: "
 _CHUNKS, _QUESTION = "\u241echunks\u241e", "\u241equestion\u241e"  # stand for the parts while the template is rendered
 
 
@@ -62,7 +61,7 @@ class PromptLayout:
 
     def _render(self) -> tuple[str, str, str]:
         """The prompt's fixed text: before the chunks, between them and the question, after the question."""
-        user = f"{_OPENING}{_CHUNKS}{_ASKING}{_QUESTION}"
+        user = f"{_CHUNKS}{_ASKING}{_QUESTION}"
         if not self._tokenizer.chat_template:
             start = self._tokenizer.bos_token or ""
             text = f"{start}{_INSTRUCTION}\n\n{user}\nAnswer:"
