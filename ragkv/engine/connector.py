@@ -6,7 +6,6 @@ asynchronous: the worker does one slice of work in every engine step, and other 
 
 import dataclasses
 import logging
-import os
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -66,9 +65,6 @@ class RagKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler = _SchedulerSide()
         self._worker: _WorkerSide | None = None  # once `attach` has been called
-        if role == KVConnectorRole.SCHEDULER and vllm_config.device_config.device_type == "cpu":
-            # This process polls for the worker's results without pause, on the cores that the worker computes on.
-            os.nice(19)
 
     def attach(self, model: Any, device: Any) -> str | None:
         """Give the worker's side its model. Returns why the model can't be fused, None if it can."""
