@@ -33,6 +33,7 @@ from ragkv.retriever.retriever import Hit, Retriever
 from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.record import ChunkKey
 
+_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 _DOCUMENT_BATCH_CHUNKS = 64  # documents are finished, and so survive an interruption, at least this often
 
 
@@ -88,14 +89,19 @@ class Pipeline:
         self._index = VectorIndex(home.index)
         self._retriever = Retriever(catalog, self._index, self._embedder)
         self._anchor_hash = chunk_hash(layout.anchor)
-        self._engine: Engine
-        self._store: LmdbStore
+        self._folder = folder
+        self._engine: Engine | None = None
+        self._store: LmdbStore = home.open_store()
+        self._starting = asyncio.Lock()
 
     @classmethod
-    async def open(cls, config: Config, report: Callable[[str], None] = lambda line: None) -> "Pipeline":
+    async def open(
+        cls, config: Config, report: Callable[[str], None] = lambda line: None, *, start: bool = True
+    ) -> "Pipeline":
         """Check the home and its models, then load them (half a minute). `report` gets a line for each step.
 
-        Raises ModelError for a missing model, StoreError for a home of another model or version, before vLLM starts.
+        start: start vLLM at once; otherwise with the first work that needs it. Raises ModelError for a missing model,
+        StoreError for a home of another model or version, before vLLM starts.
         """
         home = Home(config.home)
         folder = models.resolve(config.model.name, home.path)
@@ -103,32 +109,43 @@ class Pipeline:
         owner = Owner(f"{config.model.name} in {config.model.dtype}", fingerprint, config.index.embedder)
         catalog = home.open_catalog()
         home.check_owner(catalog, owner)
-        home.open_store().close()
         report(f"loading {config.index.embedder}")
         pipeline = cls(config, home, owner, catalog, PromptLayout(folder), folder)
-        report(f"starting vLLM with {config.model.name}")
-        pipeline._engine = await Engine.start(folder, config.model, home.kv, fingerprint)
-        pipeline._store = home.open_store()  # only now: an open LMDB must not be carried into vLLM's processes
+        if start:
+            await pipeline.start(report)
         return pipeline
 
+    async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
+        """Start vLLM, if it isn't running."""
+        async with self._starting:
+            if self._engine is None:
+                report(f"starting vLLM with {self.config.model.name}")
+                self._store.close()  # an open LMDB must not be carried into vLLM's processes
+                model = self.config.model
+                self._engine = await Engine.start(self._folder, model, self._home.kv, self._owner.fingerprint)
+                self._store = self._home.open_store()
+                self._catalog.put_setting(_UNSUPPORTED_SETTING, self._engine.unsupported or "")
+            return self._engine
+
     async def close(self) -> None:
-        await self._engine.close()
+        if self._engine is not None:
+            await self._engine.close()
         self._store.close()
         self._catalog.close()
 
     @property
     def is_ready(self) -> bool:
-        return self._engine.is_ready
+        return self._engine is not None and self._engine.is_ready
 
     @property
     def fallback(self) -> str | None:
-        """Why this model's KV can't be fused, None if it can."""
-        return self._engine.unsupported
+        """Why this model's KV can't be fused, None if it can: as found out when vLLM last started on this home."""
+        return self._catalog.get_setting(_UNSUPPORTED_SETTING) or None
 
     @property
     def counters(self) -> dict[str, int]:
         """How often something kept a chunk or a request from being reused, by reason."""
-        return dict(self._engine.counters)
+        return dict(self._engine.counters) if self._engine else {}
 
     # Index time
 
@@ -147,7 +164,8 @@ class Pipeline:
             report = IngestReport()
             files = find_files(paths)
             found = await asyncio.to_thread(self._load, files, report, progress)
-            await self._capture_anchor()
+            if found.work or self._anchor_is_lost():
+                await self._capture_anchor()
             total, done = sum(len(item.chunks) for item in found.work), 0
             for batch in _batches(found.work):
                 await self._ingest_batch(batch, report, _Step(progress, done, total))
@@ -163,6 +181,7 @@ class Pipeline:
     ) -> "_Found":
         """Read every file; chunk what is new or changed."""
         found = _Found({str(file.resolve()) for file in files})
+        stored = set(self._store.chunk_hashes())
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
@@ -173,7 +192,7 @@ class Pipeline:
                 found.documents.add(document.id)
                 digest = self._digest(document)
                 known = self._catalog.document_digest(document.id)
-                if known == digest and self._has_all_kv(document.id):
+                if known == digest and self._has_all_kv(document.id, stored):
                     report.documents_unchanged += 1
                     continue
                 try:
@@ -191,33 +210,50 @@ class Pipeline:
         settings = (self.config.index.model_dump_json(), self._owner.fingerprint, self._anchor_hash)
         return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
 
-    def _has_all_kv(self, document_id: str) -> bool:
-        return not self._engine_fuses or all(
-            self._store.contains(self._key(chunk.chunk_hash)) for chunk in self._catalog.document_chunks(document_id)
-        )
+    def _has_all_kv(self, document_id: str, stored: set[str]) -> bool:
+        chunks = self._catalog.document_chunks(document_id)
+        return not self._fuses or all(chunk.chunk_hash in stored for chunk in chunks)
+
+    def needs_model(self, paths: Sequence[Path]) -> bool:
+        """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
+        if self._anchor_is_lost():
+            return True
+        stored = set(self._store.chunk_hashes())
+        for document in (document for file in find_files(paths) for document in load_file(file)):
+            if isinstance(document, Document) and not (
+                self._catalog.document_digest(document.id) == self._digest(document)
+                and self._has_all_kv(document.id, stored)
+            ):
+                return True
+        return False
+
+    def _anchor_is_lost(self) -> bool:
+        indexed = self._fuses and bool(self._catalog.documents())
+        return indexed and self._anchor_hash not in set(self._store.chunk_hashes())
 
     @property
-    def _engine_fuses(self) -> bool:
-        return self._engine.unsupported is None
+    def _fuses(self) -> bool:
+        return self.fallback is None
 
     async def _ingest_batch(
         self, batch: Sequence[_Work], report: IngestReport, progress: Callable[[int, str], None]
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
+        engine = await self.start()
         texts = [chunk.text for item in batch for chunk in item.chunks]
         vectors = await asyncio.to_thread(self._embedder.embed, texts)
         chunks = {chunk_hash(chunk.token_ids): (chunk, item) for item in batch for chunk in item.chunks}
         missing = [
             (chunk, item)
             for digest, (chunk, item) in chunks.items()
-            if self._engine_fuses and not self._store.contains(self._key(digest))
+            if self._fuses and not self._store.contains(self._key(digest, self._anchor_hash, engine))
         ]
         done = len(texts) - len(missing)
         progress(done, "")
 
         async def prefill(chunk: ChunkText, item: _Work) -> None:
             nonlocal done
-            await self._capture(chunk.token_ids)
+            await self._capture(engine, chunk.token_ids)
             done += 1
             progress(done, item.document.title)
 
@@ -237,19 +273,19 @@ class Pipeline:
             report.chunks_deleted += self._forget(old)
             start = end
 
-    async def _capture(self, token_ids: Sequence[int]) -> None:
+    async def _capture(self, engine: Engine, token_ids: Sequence[int]) -> None:
         anchor = self._layout.anchor
         end = len(anchor) + len(token_ids)
         span = Span(len(anchor), end, chunk_hash(token_ids), self._anchor_hash)
-        await self._engine.capture([*anchor, *token_ids], CaptureTask(span))
+        await engine.capture([*anchor, *token_ids], CaptureTask(span))
 
     async def _capture_anchor(self) -> None:
-        anchor = self._layout.anchor
-        if self._engine_fuses and not self._store.contains(self._key(self._anchor_hash, ROOT_HASH)):
-            await self._engine.capture(anchor, CaptureTask(Span(0, len(anchor), self._anchor_hash, ROOT_HASH)))
+        anchor, engine = self._layout.anchor, await self.start()
+        if self._fuses and not self._store.contains(self._key(self._anchor_hash, ROOT_HASH, engine)):
+            await engine.capture(anchor, CaptureTask(Span(0, len(anchor), self._anchor_hash, ROOT_HASH)))
 
-    def _key(self, digest: str, anchor_hash: str | None = None) -> ChunkKey:
-        return ChunkKey(digest, anchor_hash or self._anchor_hash, self._owner.fingerprint, self._engine.kv_heads)
+    def _key(self, digest: str, anchor_hash: str, engine: Engine) -> ChunkKey:
+        return ChunkKey(digest, anchor_hash, self._owner.fingerprint, engine.kv_heads)
 
     def _remove_missing(self, paths: Sequence[Path], found: "_Found", report: IngestReport) -> None:
         """Remove documents that lay in the folders and files given and are there no longer."""
@@ -285,10 +321,11 @@ class Pipeline:
         Chunks that don't fit into the context are left out, worst first. Closing the generator frees everything.
         Raises ContextTooLongError if the question alone doesn't fit.
         """
+        engine = await self.start()
         begin = time.perf_counter()
-        question_tokens = self._fitting_question(question, options.max_tokens)
+        question_tokens = self._fitting_question(question, options.max_tokens, engine.max_model_len)
         hits = await asyncio.to_thread(self._retriever.search, question, options.top_k)
-        hits = self._fitting_hits(hits, len(question_tokens) + options.max_tokens)
+        hits = self._fitting_hits(hits, len(question_tokens) + options.max_tokens, engine.max_model_len)
         prompt = self._layout.assemble([hit.chunk.token_ids for hit in hits], question_tokens)
         sources = self._sources(hits)
         yield Retrieved(sources)
@@ -297,7 +334,7 @@ class Pipeline:
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
         output = EngineOutput("", [])
-        outputs = self._engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt)
+        outputs = engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.token_ids and not num_tokens:
@@ -321,20 +358,20 @@ class Pipeline:
             output,
         )
 
-    def _fitting_question(self, question: str, max_tokens: int) -> list[int]:
+    def _fitting_question(self, question: str, max_tokens: int, max_model_len: int) -> list[int]:
         tokens = self._layout.question_tokens(question)
-        limit = self._engine.max_model_len - len(self._layout.anchor) - max_tokens
+        limit = max_model_len - len(self._layout.anchor) - max_tokens
         if len(tokens) > limit:
             raise ContextTooLongError(
                 f"the question has {len(tokens)} tokens; with an answer of up to {max_tokens} tokens, at most "
-                f"{max(0, limit)} fit into the model's context of {self._engine.max_model_len}",
+                f"{max(0, limit)} fit into the model's context of {max_model_len}",
                 len(tokens),
                 max(0, limit),
             )
         return tokens
 
-    def _fitting_hits(self, hits: list[Hit], num_other_tokens: int) -> list[Hit]:
-        room = self._engine.max_model_len - len(self._layout.anchor) - num_other_tokens
+    def _fitting_hits(self, hits: list[Hit], num_other_tokens: int, max_model_len: int) -> list[Hit]:
+        room = max_model_len - len(self._layout.anchor) - num_other_tokens
         fitting = []
         for hit in hits:
             room -= len(hit.chunk.token_ids)
@@ -361,7 +398,7 @@ class Pipeline:
 
     def _salt(self, prompt: Prompt, policy: Policy) -> str | None:
         """Fused KV is an approximation: it is shared only by requests that would compute the same one."""
-        if policy.name == "full" or not self._engine_fuses:
+        if policy.name == "full" or not self._fuses:
             return None
         scope = chunk_hash(prompt.token_ids) if policy.depends_on_question else ""
         return f"ragkv-{policy.label}-{scope}"

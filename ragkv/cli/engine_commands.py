@@ -51,7 +51,7 @@ def index(
 
 
 async def _index(config: Config, paths: list[Path]) -> "IngestReport":
-    async with opened(config) as pipeline:
+    async with opened(config, for_index_of=paths) as pipeline:
         with output.IngestBars() as bars:
             return await pipeline.ingest(paths, bars.update)
 

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -63,16 +63,17 @@ def log_in_errors(config: Config) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(config: Config) -> AsyncIterator["Pipeline"]:
+async def opened(config: Config, *, for_index_of: Sequence[Path] | None = None) -> AsyncIterator["Pipeline"]:
+    """for_index_of: vLLM is started only if something in these paths has to be prefilled."""
     with log_in_errors(config):
-        pipeline = await open_pipeline(config)
+        pipeline = await open_pipeline(config, for_index_of)
     try:
         yield pipeline
     finally:
         await pipeline.close()
 
 
-async def open_pipeline(config: Config) -> "Pipeline":
+async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = None) -> "Pipeline":
     from ragkv import models
 
     for name in (config.model.name, config.index.embedder):
@@ -86,7 +87,10 @@ async def open_pipeline(config: Config) -> "Pipeline":
         report("loading libraries")
         from ragkv.pipeline import Pipeline
 
-        return await Pipeline.open(config, report)
+        pipeline = await Pipeline.open(config, report, start=for_index_of is None)
+        if for_index_of is not None and pipeline.needs_model(for_index_of):
+            await pipeline.start(report)
+        return pipeline
 
 
 @contextmanager

@@ -224,6 +224,9 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
     assert hashes < set(store.chunk_hashes())
     assert store.stats().num_chunks == len(hashes) + 1  # and the anchor
     store.close()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "60 unchanged" in again.stdout
+    assert "starting vLLM" in done.stderr and "starting vLLM" not in again.stderr  # nothing to prefill
 
 
 def _num_records(config):
