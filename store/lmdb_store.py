@@ -19,6 +19,7 @@ from ragkv.store.verification import HASH_BYTES, verify_records
 
 _FORMAT_KEY = b"format"
 _DEFAULT_MAP_BYTES = 1 << 40  # address space, not disk: the file grows as records come
+_NEARLY_FULL_BYTES = 64 << 20
 _PAST_EVERY_KEY = b"\xff" * 64  # appended to a chunk's hash: sorts behind all of that chunk's keys
 
 
@@ -110,7 +111,7 @@ class LmdbStore:
 
     def _storage_error(self, verb: str, error: Exception) -> StoreError:
         free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in str(error)
+        full = isinstance(error, lmdb.MapFullError) or free < _NEARLY_FULL_BYTES  # a full disk is EIO to LMDB
         remedy = "Free some space, or choose another --home" if full else "Is it a ragkv store that you may write to?"
         return StoreError(
             f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"

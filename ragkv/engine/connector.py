@@ -25,6 +25,7 @@ from ragkv.engine.fusion import Fusion
 from ragkv.engine.job import PARAMS_KEY, CaptureTask, FuseTask, Job, Report, task_from_params
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
+from ragkv.errors import RagKVError
 from ragkv.store.lmdb_store import LmdbStore
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ class _WorkerSide:
         logger.error("request %s is prefilled by vLLM instead", job.request_id, exc_info=error)
         first_block = job.num_prefix // self.fusion.subset.block_size
         self._bad_blocks.update(job.block_ids[first_block:])
-        self._finish(job, Report(problem=f"{type(error).__name__}: {error}", failed=True))
+        problem = str(error) if isinstance(error, RagKVError) else f"{type(error).__name__}: {error}"
+        self._finish(job, Report(problem=problem, failed=True))
 
     def _drop(self, aborted: set[str]) -> None:
         dropped = [job for job, _ in self._fusions if job.request_id in aborted]
