@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -21,6 +21,7 @@ from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
 from ragkv.errors import ContextTooLongError, DocumentError
 from ragkv.home import Home, Owner
+from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.catalog import Catalog
@@ -34,47 +35,6 @@ from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.record import ChunkKey
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
-_DOCUMENT_BATCH_CHUNKS = 64  # documents are finished, and so survive an interruption, at least this often
-
-
-@dataclass(frozen=True)
-class IngestProgress:
-    """`done` of `total` items of a stage: "load" counts files, "prefill" chunks."""
-
-    stage: str
-    done: int
-    total: int
-    item: str
-
-
-@dataclass
-class IngestReport:
-    """What an ingest did. `rejected` documents are not indexed; what was indexed of them before is kept."""
-
-    documents_new: int = 0
-    documents_changed: int = 0
-    documents_unchanged: int = 0
-    documents_removed: int = 0
-    chunks_prefilled: int = 0
-    chunks_deleted: int = 0
-    rejected: list[DocumentError] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Work:
-    document: Document
-    digest: str
-    chunks: list[ChunkText]
-
-
-@dataclass
-class _Found:
-    """What the files hold: paths of all, and of those with a rejected document; document ids; what there is to do."""
-
-    files: set[str]
-    rejected: set[str] = field(default_factory=set)
-    documents: set[str] = field(default_factory=set)
-    work: list[_Work] = field(default_factory=list)
 
 
 class Pipeline:
@@ -167,8 +127,8 @@ class Pipeline:
             if found.work or self._anchor_is_lost():
                 await self._capture_anchor()
             total, done = sum(len(item.chunks) for item in found.work), 0
-            for batch in _batches(found.work):
-                await self._ingest_batch(batch, report, _Step(progress, done, total))
+            for batch in batches(found.work):
+                await self._ingest_batch(batch, report, Step(progress, done, total))
                 done += sum(len(item.chunks) for item in batch)
             self._remove_missing(paths, found, report)
             report.chunks_deleted += self._collect_garbage()
@@ -176,11 +136,9 @@ class Pipeline:
             self._index.save()
             return report
 
-    def _load(
-        self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]
-    ) -> "_Found":
+    def _load(self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]) -> Found:
         """Read every file; chunk what is new or changed."""
-        found = _Found({str(file.resolve()) for file in files})
+        found = Found({str(file.resolve()) for file in files})
         stored = set(self._store.chunk_hashes())
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
@@ -196,7 +154,7 @@ class Pipeline:
                     report.documents_unchanged += 1
                     continue
                 try:
-                    found.work.append(_Work(document, digest, self._chunker.split(document)))
+                    found.work.append(Work(document, digest, self._chunker.split(document)))
                 except DocumentError as error:
                     report.rejected.append(error)
                     continue
@@ -236,7 +194,7 @@ class Pipeline:
         return self.fallback is None
 
     async def _ingest_batch(
-        self, batch: Sequence[_Work], report: IngestReport, progress: Callable[[int, str], None]
+        self, batch: Sequence[Work], report: IngestReport, progress: Callable[[int, str], None]
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
         engine = await self.start()
@@ -251,7 +209,7 @@ class Pipeline:
         done = len(texts) - len(missing)
         progress(done, "")
 
-        async def prefill(chunk: ChunkText, item: _Work) -> None:
+        async def prefill(chunk: ChunkText, item: Work) -> None:
             nonlocal done
             await self._capture(engine, chunk.token_ids)
             done += 1
@@ -287,7 +245,7 @@ class Pipeline:
     def _key(self, digest: str, anchor_hash: str, engine: Engine) -> ChunkKey:
         return ChunkKey(digest, anchor_hash, self._owner.fingerprint, engine.kv_heads)
 
-    def _remove_missing(self, paths: Sequence[Path], found: "_Found", report: IngestReport) -> None:
+    def _remove_missing(self, paths: Sequence[Path], found: Found, report: IngestReport) -> None:
         """Remove documents that lay in the folders and files given and are there no longer."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
         for document in self._catalog.documents():
@@ -424,26 +382,3 @@ def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> 
         return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
     recomputed = report.recomputed_tokens + 1
     return Usage(num_tokens, report.prefix_tokens, report.reused_tokens, recomputed, num_completion_tokens)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Progress within a batch as progress of the whole."""
-
-    progress: Callable[[IngestProgress], None]
-    before: int
-    total: int
-
-    def __call__(self, done: int, item: str) -> None:
-        self.progress(IngestProgress("prefill", self.before + done, self.total, item))
-
-
-def _batches(work: Sequence[_Work]) -> Iterable[list[_Work]]:
-    batch: list[_Work] = []
-    for item in work:
-        batch.append(item)
-        if sum(len(member.chunks) for member in batch) >= _DOCUMENT_BATCH_CHUNKS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -21,7 +21,7 @@ from ragkv.answer import Answer, Source, Timings, Usage
 from ragkv.cli import output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
-from ragkv.pipeline import IngestProgress, IngestReport
+from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.record import ChunkKey, LayerKV
 

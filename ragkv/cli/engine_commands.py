@@ -18,7 +18,8 @@ from ragkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
-    from ragkv.pipeline import IngestReport, Pipeline
+    from ragkv.ingestion import IngestReport
+    from ragkv.pipeline import Pipeline
 
 
 def index(

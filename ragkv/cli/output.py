@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ragkv.answer import Answer
     from ragkv.doctor import Check
-    from ragkv.pipeline import IngestProgress, IngestReport
+    from ragkv.ingestion import IngestProgress, IngestReport
     from ragkv.store.base import StoreStats, Verification
 
 out = Console(highlight=False)
