@@ -124,7 +124,7 @@ def _row(prompt: Prompt, policy: Policy, samples: Sequence[_Sample], baseline_ms
     }
     return {
         "tokens": len(prompt.token_ids),
-        "policy": policy.name,
+        "policy": policy.title,
         "budget": {"none": 0.0, "full": 1.0}.get(policy.name, policy.budget),
         "ttft_ms": round(ttft_ms, 1),
         "baseline_ttft_ms": round(baseline_ms, 1),

@@ -27,9 +27,15 @@ class Rotation:
         norm = torch.hypot(cos, sin)
         return cls((cos / norm).contiguous(), (sin / norm).contiguous(), neox)
 
-    def rotate(self, k: torch.Tensor, shift: int) -> torch.Tensor:
-        """Rotate `k` `[..., T, D]` by `shift` positions, forwards or back. Computes in float32; returns k's dtype."""
-        cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
+    def rotate(self, k: torch.Tensor, shift: int | torch.Tensor) -> torch.Tensor:
+        """Rotate `k` `[..., T, D]` by `shift` positions, forwards or back: one number, or one for each token `[T]`.
+
+        Computes in float32; returns k's dtype.
+        """
+        if isinstance(shift, int):
+            cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
+        else:
+            cos, sin = self.cos[shift.abs()], self.sin[shift.abs()] * shift.sign()[:, None]
         rotated_size = 2 * cos.shape[-1]
         if self.neox:
             first, second = slice(0, rotated_size // 2), slice(rotated_size // 2, rotated_size)

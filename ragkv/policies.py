@@ -1,9 +1,12 @@
 """Which cached tokens to recompute. Policies are small, pure, and listed by name.
 
-Every policy answers one question: given what the probe saw, which of the cached tokens that aren't exact already are
-recomputed. Tokens without cached KV are always computed; that is not a policy's business.
+Every policy answers one question: which of the cached tokens that aren't exact already are recomputed. Some look at
+what the probe saw (votes, deviations), some only at where the chunks lie. Tokens without cached KV are always computed;
+that is not a policy's business. N is the number of cached tokens, S the chosen set.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,56 +16,107 @@ from ragkv.errors import ConfigError
 DESCRIPTIONS = {
     "none": "recompute nothing: full KV reuse",
     "query": "recompute the tokens that the question attends to most",
+    "query-spread": "query, where a token also counts by how much its KV varied between captures",
+    "adaptive": "query, with as many tokens as cover most of the question's attention, up to the budget",
+    "cacheblend": "recompute the tokens whose V deviates most at the second layer (CacheBlend)",
+    "cacheblend-k": "the same by K",
+    "cacheblend-gradual": "cacheblend, filtered over three layers",
+    "epic": "recompute the first tokens of every chunk after the first (EPIC)",
     "full": "recompute everything: exact, what fusion is measured against",
 }
+SHIFT = "behind the name of a policy, move what isn't recomputed by what the recomputed tokens of its chunk teach"
+VOTING = ("query", "query-spread", "adaptive")
+DEVIATION = ("cacheblend", "cacheblend-k", "cacheblend-gradual")
+
+COVERED_SHARE = 0.8  # adaptive: the share of the question's attention that S covers
+LEAST_SHARE = 0.01  # adaptive: S is never less than this share of N
+GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: at each layer, so many times the budget stay
+
+_TEXT = re.compile(r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift)?(:(?P<budget>.+))?")
 
 
 @dataclass(frozen=True)
 class Policy:
     """A policy's name and its budget: the share (0 to 1) of the cached tokens to recompute.
 
-    `none` and `full` ignore the budget. Raises ConfigError for an unknown name or a budget outside 0 to 1.
+    shift: cached tokens that aren't recomputed move by the mean of what their chunk's recomputed tokens moved
+    (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1.
+    `none` and `full` ignore all of these. Raises ConfigError for an unknown name or a budget outside 0 to 1.
     """
 
     name: str
     budget: float = 0.05
+    shift: bool = False
+    layers: tuple[float, float] = (1 / 3, 2 / 3)
 
     def __post_init__(self) -> None:
         if self.name not in DESCRIPTIONS:
             raise ConfigError(f"unknown policy {self.name!r}; choose one of {', '.join(DESCRIPTIONS)}")
         if not 0 <= self.budget <= 1:
             raise ConfigError(f"budget {self.budget} is outside 0..1; it is the share of cached tokens to recompute")
+        low, high = self.layers
+        if not 0 <= low < high <= 1:
+            raise ConfigError(f"layers {low:g}-{high:g} are not a part of 0-1")
+        if self.shift and not self.chooses_by_budget:
+            raise ConfigError(f"+shift means nothing for policy {self.name!r}: it recomputes no part of a chunk")
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Read `none`, `full`, `query` or `query:0.15`."""
-        name, _, budget = text.partition(":")
+        """Read `none`, `query:0.15`, `query+shift:0.15` or `query[0.5-1]+shift:0.15` (with the layers that vote)."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"policy {text!r} is not NAME[:BUDGET]; choose one of {', '.join(DESCRIPTIONS)}")
+        given = match.groupdict()
         try:
-            return cls(name, float(budget)) if budget else cls(name)
+            layers = (float(given["low"]), float(given["high"])) if given["low"] else cls.layers
+            budget = float(given["budget"]) if given["budget"] else cls.budget
         except ValueError:
-            raise ConfigError(f"budget {budget!r} in policy {text!r} is not a number") from None
+            raise ConfigError(f"budget {given['budget']!r} in policy {text!r} is not a number") from None
+        return cls(given["name"], budget, given["shift"] is not None, layers)
+
+    @classmethod
+    def of(cls, name: str, budget: float) -> "Policy":
+        """From a name as in `parse`, its budget apart."""
+        if ":" in name:
+            raise ConfigError(f"unknown policy {name!r}: the budget is given apart from the name")
+        return cls.parse(f"{name}:{budget}")
 
     @property
-    def probes(self) -> bool:
-        """Whether the question is run over the stale cache first, to vote for tokens."""
-        return self.name == "query" and self.budget > 0
+    def chooses_by_budget(self) -> bool:
+        return self.name not in ("none", "full")
+
+    @property
+    def recomputes_some(self) -> bool:
+        return self.chooses_by_budget and self.budget > 0
 
     @property
     def depends_on_question(self) -> bool:
         """Whether two questions over the same chunks leave different KV behind."""
-        return self.probes
+        return self.name in VOTING and self.budget > 0
+
+    @property
+    def title(self) -> str:
+        """The name as in `parse`, without the budget."""
+        part = "" if self.layers == Policy.layers else f"[{self.layers[0]:g}-{self.layers[1]:g}]"
+        return f"{self.name}{part}{'+shift' if self.shift else ''}"
 
     @property
     def label(self) -> str:
-        return f"{self.name}:{self.budget:g}" if self.name == "query" else self.name
+        return f"{self.title}:{self.budget:g}" if self.chooses_by_budget else self.name
+
+    def voting_layers(self, num_layers: int) -> range:
+        """At least one layer."""
+        low, high = (int(part * num_layers + 1e-6) for part in self.layers)
+        high = max(1, high)
+        return range(min(low, high - 1), high)
 
 
 def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """`query`: about the `num_tokens` (never more) eligible positions with the most votes, sorted.
 
     votes, eligible: `[N]`, float and bool. Votes are the attention mass that the question's tokens give each token,
-    summed over heads and over the layers from L/3 to 2L/3 (lower layers vote poorly: see docs/decisions/0003).
-    Query-guided selection is published as ProphetKV and QCFuse.
+    summed over heads and over the voting layers (`kernels.query_scores`; lower layers vote poorly:
+    docs/decisions/0003). Query-guided selection is published as ProphetKV and QCFuse.
 
     One or two tokens between two chosen ones are chosen too, in the place of those with the fewest votes: each run of
     positions reads the whole context once, which costs more than computing two tokens.
@@ -87,3 +141,31 @@ def _join_runs(positions: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
         for step in range(1, gap + 1):
             chosen[starts + step] = True
     return (chosen & eligible).nonzero().flatten()
+
+
+def num_covering(votes: torch.Tensor, eligible: torch.Tensor, share: float = COVERED_SHARE) -> int:
+    """`adaptive`: the size of the smallest set of eligible tokens with `share` of the votes of all eligible tokens."""
+    ranked = votes[eligible].sort(descending=True).values.cumsum(0)
+    if not len(ranked):
+        return 0
+    return min(len(ranked), int((ranked < share * ranked[-1]).sum()) + 1)
+
+
+def top_deviating(deviations: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """`cacheblend`: the `num_tokens` eligible positions that deviate most, sorted.
+
+    deviations: `[N]`, ‖V_new − V_cached‖² summed over heads and dimensions at the second layer, where V_new comes from
+    a first layer that is computed for all tokens (CacheBlend, EuroSys'25, section 4.3, "HKVD tokens"). In the gradual
+    variant the same choice is made at three layers, from the tokens that the layer before has left.
+    """
+    num_tokens = min(num_tokens, int(eligible.sum()))
+    return torch.topk(deviations.masked_fill(~eligible, -torch.inf), num_tokens).indices.sort().values
+
+
+def chunk_heads(chunks: Sequence[tuple[int, int]], num_tokens: int) -> torch.Tensor:
+    """`epic`: the first k tokens of each chunk `[start, end)`, k = num_tokens / number of chunks (EPIC, "LegoLink")."""
+    if not chunks:
+        return torch.zeros(0, dtype=torch.long)
+    k, left = divmod(num_tokens, len(chunks))
+    heads = [torch.arange(s, min(e, s + k + (i < left))) for i, (s, e) in enumerate(chunks)]
+    return torch.cat(heads)

@@ -29,10 +29,13 @@ class Prompt:
 class PromptLayout:
     """The parts of a model's prompts that don't change, tokenised once.
 
-    Uses the model's chat template where it has one. Raises ModelError if the folder has no usable tokenizer.
+    Uses the model's chat template where it has one. instruction stands before the chunks, asking between them and the
+    question. Raises ModelError if the folder has no usable tokenizer.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, instruction: str | None = None, asking: str | None = None) -> None:
+        self._instruction = _INSTRUCTION if instruction is None else instruction
+        self._user_text = f"{_CHUNKS}{_ASKING if asking is None else asking}{_QUESTION}"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
@@ -46,6 +49,11 @@ class PromptLayout:
         """What follows the chunks. Control tokens spelt out in the question become ordinary text."""
         text: list[int] = self._tokenizer.encode(question, add_special_tokens=False, split_special_tokens=True)
         return [*self._asking, *text, *self._closing]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._tokenizer.eos_token_id
+        return token_id
 
     def assemble(self, chunks: Sequence[Sequence[int]], question: Sequence[int]) -> Prompt:
         """Put the parts together, chunks in the order given."""
@@ -61,10 +69,10 @@ class PromptLayout:
 
     def _render(self) -> tuple[str, str, str]:
         """The prompt's fixed text: before the chunks, between them and the question, after the question."""
-        user = f"{_CHUNKS}{_ASKING}{_QUESTION}"
+        user = self._user_text
         if not self._tokenizer.chat_template:
             start = self._tokenizer.bos_token or ""
-            text = f"{start}{_INSTRUCTION}\n\n{user}\nAnswer:"
+            text = f"{start}{self._instruction}\n\n{user}\nAnswer:"
         else:
             text = self._apply_template(user)
         before, rest = text.split(_CHUNKS)
@@ -74,8 +82,8 @@ class PromptLayout:
     def _apply_template(self, user: str) -> str:
         """Some templates know no system role; there the instruction opens the user's message."""
         conversations = (
-            [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": user}],
-            [{"role": "user", "content": f"{_INSTRUCTION}\n\n{user}"}],
+            [{"role": "system", "content": self._instruction}, {"role": "user", "content": user}],
+            [{"role": "user", "content": f"{self._instruction}\n\n{user}"}],
         )
         for messages in conversations:
             try:
@@ -83,7 +91,7 @@ class PromptLayout:
             except Exception as error:  # templates raise whatever their author chose
                 problem = error
                 continue
-            if isinstance(text, str) and _INSTRUCTION in text and user in text:
+            if isinstance(text, str) and self._instruction in text and user in text:
                 return text
             problem = ValueError("it drops or changes the message")
         raise ModelError(f"the model's chat template can't be used: {problem}")

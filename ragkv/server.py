@@ -26,7 +26,7 @@ from ragkv import __version__
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
 from ragkv.config import AnswerConfig, Config, ServerConfig
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
-from ragkv.policies import DESCRIPTIONS, Policy
+from ragkv.policies import DESCRIPTIONS, SHIFT, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class AnswerRequest(BaseModel):
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to retrieve")
     policy: str | None = Field(
         None,
-        description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items()),
-        json_schema_extra={"enum": [*DESCRIPTIONS, None]},
+        description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items()) + f"; `+shift`: {SHIFT}",
+        examples=[*DESCRIPTIONS, "query+shift"],
     )
     budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")
     max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
@@ -78,7 +78,7 @@ class AnswerRequest(BaseModel):
 
     def options(self, defaults: AnswerConfig) -> AnswerOptions:
         """Raises ConfigError for an unknown policy."""
-        policy = Policy(self.policy or defaults.policy, defaults.budget if self.budget is None else self.budget)
+        policy = Policy.of(self.policy or defaults.policy, defaults.budget if self.budget is None else self.budget)
         return AnswerOptions(policy, self.top_k or defaults.top_k, self.max_tokens or defaults.max_tokens)
 
 

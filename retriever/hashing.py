@@ -12,3 +12,8 @@ def chunk_hash(token_ids: Sequence[int]) -> str:
     Fast, not cryptographic: somebody who chooses both texts can make two of them collide.
     """
     return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
+
+
+def average_hash(anchor_hash: str, num_captures: int) -> str:
+    """What stands for the anchor in the key of a chunk's averaged KV."""
+    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} x {num_captures}".encode())

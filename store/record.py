@@ -1,7 +1,8 @@
 """The KV record: a versioned header and the raw K and V of one chunk in one layer.
 
-Layout (little-endian): 64-byte header, then K `[Hkv, T, D]`, then V `[Hkv, T, D]`, head-major. The checksum covers the
-record's key, the header and the payload, so bytes that are damaged, or filed under another key, don't verify.
+Layout (little-endian): 64-byte header, then K `[Hkv, T, D]`, then V `[Hkv, T, D]`, head-major, then, where the header
+says so, the spread `[T]` float32. The checksum covers the record's key, the header and the payload, so bytes that are
+damaged, or filed under another key, don't verify.
 """
 
 import struct
@@ -12,17 +13,18 @@ from typing import Final
 import torch
 import xxhash
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 # Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _MAGIC = b"RKV1"
-_HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, T, base position, reserved
+_HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, T, base position, flags
 _HEADER_SIZE = 64
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
 _CODEC_RAW = 0
+_HAS_SPREAD = 1  # flags
 _CODE_TO_DTYPE = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
 _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
 
@@ -52,11 +54,16 @@ class ChunkKey:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each."""
+    """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each.
+
+    spread: of an averaged capture, `[T]` float32, how far each token's V lay from its mean (root mean square over
+    the captures); None of a single one.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     base_position: int
+    spread: torch.Tensor | None = None
 
 
 class CorruptRecordError(Exception):
@@ -67,9 +74,10 @@ def encode(key: bytes, kv: LayerKV) -> bytes:
     """Serialise one layer of a chunk under its key."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
-    fields = (_MAGIC, FORMAT_VERSION, _CODEC_RAW, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, 0)
+    flags = 0 if kv.spread is None else _HAS_SPREAD
+    fields = (_MAGIC, FORMAT_VERSION, _CODEC_RAW, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
     header = _HEADER.pack(*fields).ljust(_CHECKSUM_OFFSET, b"\0")
-    payload = _raw(kv.k) + _raw(kv.v)
+    payload = _raw(kv.k) + _raw(kv.v) + (b"" if kv.spread is None else _raw(kv.spread.float()))
     return header + _CHECKSUM.pack(_checksum(key, header, payload)) + payload
 
 
@@ -81,7 +89,7 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     view = memoryview(value)
     if len(view) < _HEADER_SIZE:
         raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
-    magic, version, codec, dtype_code, num_kv_heads, head_size, num_tokens, base, _ = _HEADER.unpack_from(view)
+    magic, version, codec, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack_from(view)
     if magic != _MAGIC:
         raise CorruptRecordError("not a KV record")
     if version != FORMAT_VERSION or codec != _CODEC_RAW or dtype_code not in _CODE_TO_DTYPE:
@@ -91,12 +99,16 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     dtype = _CODE_TO_DTYPE[dtype_code]
     shape = (num_kv_heads, num_tokens, head_size)
     size_bytes = num_kv_heads * num_tokens * head_size * dtype.itemsize
-    if len(payload) != 2 * size_bytes:
-        raise CorruptRecordError(f"{len(payload)} bytes of payload where the header says {2 * size_bytes}")
+    spread_bytes = 4 * num_tokens if flags & _HAS_SPREAD else 0
+    if len(payload) != 2 * size_bytes + spread_bytes:
+        raise CorruptRecordError(
+            f"{len(payload)} bytes of payload where the header says {2 * size_bytes + spread_bytes}"
+        )
     if _checksum(key, header, payload) != expected:
         raise CorruptRecordError("checksum mismatch")
     k, v = (torch.frombuffer(payload[start : start + size_bytes], dtype=dtype).view(shape) for start in (0, size_bytes))
-    return LayerKV(k, v, base)
+    spread = torch.frombuffer(payload[2 * size_bytes :], dtype=torch.float32) if spread_bytes else None
+    return LayerKV(k, v, base, spread)
 
 
 def _checksum(key: bytes, header: bytes | memoryview, payload: bytes | memoryview) -> int:

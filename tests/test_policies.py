@@ -2,13 +2,40 @@ import pytest
 import torch
 
 from ragkv.errors import ConfigError
-from ragkv.policies import Policy, top_voted
+from ragkv.policies import DESCRIPTIONS, Policy, chunk_heads, num_covering, top_deviating, top_voted
 
 
 def test_parsing():
     assert Policy.parse("query:0.15") == Policy("query", 0.15)
     assert Policy.parse("none") == Policy("none")
-    assert Policy.parse("query:0.15").label == "query:0.15"
+    assert Policy.parse("query+shift:0.15") == Policy("query", 0.15, shift=True)
+    assert Policy.parse("query[0.5-1]:0.1") == Policy("query", 0.1, layers=(0.5, 1.0))
+    assert Policy.of("query+shift", 0.2) == Policy("query", 0.2, shift=True)
+
+
+@pytest.mark.parametrize("text", ["none", "full", "query:0.15", "query[0.5-1]+shift:0.1", "cacheblend-gradual:0.02"])
+def test_a_label_is_what_was_parsed(text):
+    assert Policy.parse(text).label == text
+    assert Policy.parse(Policy.parse(text).label) == Policy.parse(text)
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_every_policy_can_be_had_by_its_name(name):
+    assert Policy.parse(name).name == name
+
+
+@pytest.mark.parametrize("text", ["none+shift", "full+shift", "query[0.5-0.5]", "query[0.9-1.5]"])
+def test_what_means_nothing_is_refused(text):
+    with pytest.raises(ConfigError, match="means nothing|not a part"):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 30])
+def test_at_least_one_layer_votes(num_layers):
+    for text in ("query", "query[0-0.01]", "query[0.99-1]"):
+        layers = Policy.parse(text).voting_layers(num_layers)
+        assert 0 <= layers.start < layers.stop <= num_layers
+    assert Policy("query").voting_layers(30) == range(10, 20)
 
 
 @pytest.mark.parametrize("text", ["quary", "query:x", "query:1.5", "query:-0.1", "query:nan", ""])
@@ -50,3 +77,29 @@ def test_never_more_than_asked_and_close_to_it(seed):
         assert 0.8 * num_tokens <= len(chosen) <= num_tokens
         assert bool(eligible[chosen].all())
         assert torch.equal(chosen, chosen.unique())
+
+
+def test_the_most_deviating_are_chosen_as_they_are():
+    deviations = torch.zeros(50)
+    deviations[[3, 5, 40]] = torch.tensor([1.0, 3.0, 2.0])
+    eligible = torch.ones(50, dtype=torch.bool)
+    assert top_deviating(deviations, eligible, 2).tolist() == [5, 40]
+    eligible[5] = False
+    assert top_deviating(deviations, eligible, 2).tolist() == [3, 40]
+
+
+def test_covering_takes_more_tokens_where_attention_is_spread():
+    eligible = torch.ones(100, dtype=torch.bool)
+    peaked = torch.full((100,), 0.001)
+    peaked[7] = 10.0
+    assert num_covering(peaked, eligible, 0.8) == 1
+    assert num_covering(torch.ones(100), eligible, 0.8) == 80
+    assert num_covering(torch.ones(100), eligible, 1.0) == 100
+    assert num_covering(torch.ones(100), ~eligible, 0.8) == 0
+
+
+def test_heads_of_chunks_share_the_budget():
+    assert chunk_heads([(10, 20), (20, 30)], 4).tolist() == [10, 11, 20, 21]
+    assert chunk_heads([(10, 20), (20, 30)], 5).tolist() == [10, 11, 12, 20, 21]
+    assert chunk_heads([(10, 12), (20, 30)], 10).tolist() == [10, 11, 20, 21, 22, 23, 24]
+    assert chunk_heads([], 5).tolist() == []

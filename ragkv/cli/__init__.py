@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, home_commands
+from ragkv.cli import engine_commands, eval_commands, home_commands
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
 
@@ -30,7 +30,8 @@ models = _group("The embedded models.")
 models.command()(home_commands.fetch)
 app.add_typer(models, name="models")
 evaluations = _group("Measure on this machine.")
-evaluations.command()(engine_commands.ttft)
+evaluations.command()(eval_commands.ttft)
+evaluations.command()(eval_commands.quality)
 app.add_typer(evaluations, name="eval")
 app.command()(home_commands.doctor)
 

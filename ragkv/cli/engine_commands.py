@@ -12,7 +12,7 @@ import typer
 from ragkv.cli import output
 from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
 from ragkv.cli.output import err
-from ragkv.cli.session import log_file, log_in_errors, open_pipeline, opened, prepare
+from ragkv.cli.session import log_file, open_pipeline, opened, prepare
 from ragkv.config import Config, load_config
 from ragkv.errors import ConfigError
 
@@ -86,7 +86,7 @@ def ask(
     if not question.strip():
         raise ConfigError("the question is blank")
     options = AnswerOptions(
-        Policy(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
+        Policy.of(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
     )
     prepare(log_file(config), verbose)
     asyncio.run(_compare(config, question, options, as_json) if compare else _ask(config, question, options, as_json))
@@ -168,53 +168,3 @@ def serve(
     from ragkv import server
 
     server.serve(config.server, lambda: open_pipeline(config))
-
-
-def ttft(
-    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "1024,2048,4096,7168",
-    policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
-    as_json: AsJson = False,
-    home: Home = None,
-    model: Model = None,
-    embedder: Embedder = None,
-    dtype: DType = None,
-    config_file: ConfigFile = None,
-    verbose: Verbose = False,
-) -> None:
-    """Time to first token by policy, beside vLLM's own prefill of the same prompt."""
-    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
-    lengths = _parse_lengths(tokens)
-    from ragkv.policies import Policy
-
-    parsed = [Policy.parse(text.strip()) for text in policies.split(",")]
-    prepare(log_file(config), verbose)
-    from ragkv.evals import ttft as evaluation
-
-    rows: list[dict[str, Any]] = []
-
-    def emit(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if as_json:
-            typer.echo(json.dumps(row))
-        else:
-            err.print(
-                f"{row['tokens']} tokens, {row['policy']} {row['budget']:g}: {row['ttft_ms']:.0f} ms", style="dim"
-            )
-
-    with err.status("measuring"), log_in_errors(config):
-        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit))
-    if not as_json:
-        output.print_ttft(rows)
-
-
-def _parse_lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(
-            f"{text!r} is not a list of positive numbers with commas between", param_hint="--tokens"
-        )
-    return lengths

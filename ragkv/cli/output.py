@@ -178,12 +178,54 @@ def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
         stages = (f"{row[stage]:,.0f}" for stage in ("load_ms", "probe_ms", "recompute_ms"))
         table.add_row(
             f"{row['tokens']:,}",
-            f"{row['policy']}:{row['budget']:g}" if row["policy"] == "query" else row["policy"],
+            row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}",
             f"{row['baseline_ttft_ms']:,.0f}",
             f"{row['ttft_ms']:,.0f}",
             f"{row['speedup']:.1f}×",
             *stages,
             f"{row['reused_tokens']:,}",
             f"{row['recomputed_tokens']:,}",
+        )
+    out.print(table)
+
+
+class ExampleBar:
+    """Progress over the examples of an evaluation."""
+
+    def __init__(self, name: str) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=err)
+        self._task = self._progress.add_task(name, total=None)
+
+    def __enter__(self) -> "ExampleBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+
+def print_quality(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval quality --json` prints them."""
+    first = rows[0]
+    title = f"{first['dataset']}, {first['examples']} examples: drift from full prefill, with 95% intervals"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in ("policy", "KV", "KL", "", "agree", "gold NLL", first["score_name"], "full", "TTFT", "full"):
+        table.add_column(name, justify="left" if name in ("policy", "KV") else "right", no_wrap=True)
+    for row in rows:
+        times = (row["ttft_ms"], row["baseline_ttft_ms"])
+        table.add_row(
+            row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}",
+            row["kv"],
+            f"{row['kl']:.4f}",
+            "[dim]{:.4f} to {:.4f}[/]".format(*row["kl_interval"]),
+            f"{row['agreement']:.3f}",
+            f"{row['gold_nll_difference']:+.3f}",
+            f"{row['score']:.3f}",
+            f"{row['score_full']:.3f}",
+            *(f"{value:,.0f} ms" if value else "-" for value in times),
         )
     out.print(table)

@@ -21,8 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from ragkv.engine.capture import Capture
+from ragkv.engine.fill import Source
 from ragkv.engine.fusion import Fusion
-from ragkv.engine.job import PARAMS_KEY, CaptureTask, FuseTask, Job, Report, task_from_params
+from ragkv.engine.job import (
+    PARAMS_KEY,
+    CaptureTask,
+    FuseTask,
+    Job,
+    Report,
+    ScoreTask,
+    task_from_params,
+)
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
@@ -78,7 +88,7 @@ class RagKVConnector(KVConnectorBase_V1):
             return str(error)
         store = LmdbStore(Path(extra["store"]))
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        self._worker = _WorkerSide(Fusion(subset, rotations, store, extra["fingerprint"]), max_tokens)
+        self._worker = _WorkerSide(Source(subset, rotations, store, extra["fingerprint"]), max_tokens)
         return None
 
     # Scheduler
@@ -127,7 +137,7 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._worker:
-            self._worker.fusion.store.close()
+            self._worker.source.store.close()
 
 
 class _SchedulerSide:
@@ -177,12 +187,13 @@ class _SchedulerSide:
 class _WorkerSide:
     """The queue of jobs and the one in progress. Does one slice of work in every engine step, oldest job first."""
 
-    def __init__(self, fusion: Fusion, max_batch_tokens: int) -> None:
-        self.fusion = fusion
+    def __init__(self, source: Source, max_batch_tokens: int) -> None:
+        self.source = source
+        self._fusion, self._capture = Fusion(source), Capture(source)
         self._max_batch_tokens = max_batch_tokens
         self._slice_tokens = max_batch_tokens
         self._captures: deque[Job] = deque()
-        self._fusions: deque[tuple[Job, Generator[None, None, Report]]] = deque()
+        self._sliced: deque[tuple[Job, Generator[None, None, Report]]] = deque()
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
@@ -193,23 +204,32 @@ class _WorkerSide:
             if isinstance(job.task, CaptureTask):
                 self._captures.append(job)
             else:
-                self._fusions.append((job, self.fusion.fuse(job, lambda: self._slice_tokens)))
+                self._sliced.append((job, self._slices(job)))
         if work.aborted:
             self._drop(work.aborted)
-        if self._fusions:
-            self._fuse_slice()
+        if self._sliced:
+            self._run_slice()
         elif self._captures:
             self._capture_batch()
 
-    def _fuse_slice(self) -> None:
-        job, slices = self._fusions[0]
+    def _slices(self, job: Job) -> Generator[None, None, Report]:
+        match job.task:
+            case FuseTask():
+                return self._fusion.fuse(job, lambda: self._slice_tokens)
+            case ScoreTask():
+                return self._fusion.score(job, lambda: self._slice_tokens)
+            case _:
+                return self._capture.average(job)
+
+    def _run_slice(self) -> None:
+        job, slices = self._sliced[0]
         try:
             next(slices)
         except StopIteration as stop:
-            self._fusions.popleft()
+            self._sliced.popleft()
             self._finish(job, stop.value)
         except Exception as error:  # any fault of ours: vLLM prefills the request itself, and the report says why
-            self._fusions.popleft()
+            self._sliced.popleft()
             self._fail(job, error)
 
     def _capture_batch(self) -> None:
@@ -219,7 +239,7 @@ class _WorkerSide:
             jobs.append(self._captures.popleft())
             num_tokens += len(jobs[-1].token_ids)
         try:
-            self.fusion.capture(jobs)
+            self._capture.capture(jobs)
         except Exception as error:
             for job in jobs:
                 self._fail(job, error)
@@ -233,15 +253,15 @@ class _WorkerSide:
 
     def _fail(self, job: Job, error: Exception) -> None:
         logger.error("request %s is prefilled by vLLM instead", job.request_id, exc_info=error)
-        first_block = job.num_prefix // self.fusion.subset.block_size
+        first_block = job.num_prefix // self.source.subset.block_size
         self._bad_blocks.update(job.block_ids[first_block:])
         problem = str(error) if isinstance(error, RagKVError) else f"{type(error).__name__}: {error}"
         self._finish(job, Report(problem=problem, failed=True))
 
     def _drop(self, aborted: set[str]) -> None:
-        dropped = [job for job, _ in self._fusions if job.request_id in aborted]
+        dropped = [job for job, _ in self._sliced if job.request_id in aborted]
         dropped += [job for job in self._captures if job.request_id in aborted]
-        self._fusions = deque(item for item in self._fusions if item[0].request_id not in aborted)
+        self._sliced = deque(item for item in self._sliced if item[0].request_id not in aborted)
         self._captures = deque(job for job in self._captures if job.request_id not in aborted)
         self._finished.update(job.request_id for job in dropped)
 

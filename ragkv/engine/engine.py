@@ -6,13 +6,25 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ragkv.config import ModelConfig
-from ragkv.engine.job import PARAMS_KEY, CaptureTask, FuseTask, Report
+from ragkv.engine.job import (
+    PARAMS_KEY,
+    AverageTask,
+    CaptureTask,
+    FuseTask,
+    Report,
+    ScoreTask,
+    Task,
+    task_to_params,
+)
 from ragkv.errors import ModelError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +105,7 @@ class Engine:
     async def generate(
         self,
         token_ids: list[int],
-        task: FuseTask | CaptureTask | None = None,
+        task: Task | None = None,
         *,
         max_tokens: int,
         salt: str | None = None,
@@ -114,7 +126,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": task.to_params()} if task else None,
+            extra_args={"kv_transfer_params": task_to_params(task)} if task else None,
             **{"temperature": 0.0, **sampling},
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
@@ -140,17 +152,37 @@ class Engine:
         self.counters["missing_chunks"] += report.missing_chunks
         self.counters["corrupt_chunks"] += report.corrupt_chunks
 
-    async def capture(self, token_ids: list[int], task: CaptureTask) -> float:
-        """Prefill `token_ids` and store the KV of the task's span, which ends them. Returns the seconds it took.
+    async def capture(self, token_ids: list[int], task: CaptureTask | AverageTask) -> float:
+        """Prefill `token_ids` and store the KV of the task's span. Returns the seconds it took.
 
         Many captures at a time are batched. Raises StoreError if it couldn't be stored.
         """
         begin = time.perf_counter()
-        prompt = [*token_ids, token_ids[-1]]  # vLLM itself computes the last token of a prompt, so it gets one more
+        num_more = max((o.end - o.start for o in task.others), default=0) if isinstance(task, AverageTask) else 0
+        prompt = [*token_ids, *[token_ids[-1]] * (1 + num_more)]  # vLLM computes a prompt's last token itself
         async for output in self.generate(prompt, task, max_tokens=1, salt=f"capture-{uuid.uuid4().hex}"):
             if output.finish_reason and (output.report is None or output.report.failed):
                 raise StoreError(output.report.problem if output.report else "vLLM gave up a capture")
         return time.perf_counter() - begin
+
+    async def score(
+        self, token_ids: list[int], task: FuseTask, continuations: Sequence[Sequence[int]], salt: str | None = None
+    ) -> tuple[list[npt.NDArray[np.float32]], Report]:
+        """Log-probabilities `[m, V]` of what follows each token of each given continuation `[m]` of a fused prompt.
+
+        The first row is of what follows the prompt. Policy `full` gives vLLM's own. Raises ModelError if the model
+        can't be fused or the fusion failed.
+        """
+        longest = max(continuations, key=len)
+        score = ScoreTask(task, len(token_ids), tuple(tuple(tokens) for tokens in continuations))
+        report = Report(problem=self.unsupported, failed=True)
+        prompt = [*token_ids, *longest]
+        async for output in self.generate(prompt, score, max_tokens=1, salt=salt or f"score-{uuid.uuid4().hex}"):
+            report = output.report or report
+        if report.failed:
+            raise ModelError(f"no log-probabilities: {report.problem}")
+        rows = [np.frombuffer(data, dtype=np.float32) for data in report.logprobs]
+        return [row.reshape(len(tokens), -1) for row, tokens in zip(rows, continuations, strict=True)], report
 
     async def close(self) -> None:
         self._llm.shutdown()

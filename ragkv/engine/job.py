@@ -1,6 +1,7 @@
 """What travels between the caller, vLLM's scheduler and its worker: one request's work, as plain data."""
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 from ragkv.policies import Policy
@@ -29,9 +30,18 @@ class FuseTask:
     spans: tuple[Span, ...]
     policy: Policy
 
-    def to_params(self) -> dict[str, Any]:
-        spans = [[span.start, span.end, span.chunk_hash, span.anchor_hash] for span in self.spans]
-        return {PARAMS_KEY: {"fuse": spans, "policy": self.policy.name, "budget": self.policy.budget}}
+
+@dataclass(frozen=True)
+class ScoreTask:
+    """Fuse the first `num_prompt_tokens` tokens, then report the log-probabilities of continuations that are given.
+
+    The request's own prompt must go on for as long as the longest continuation, with any tokens, so that there are
+    blocks for it. Each continuation `[m]` is run behind the fused prompt; the report has `[m, V]` for each.
+    """
+
+    fuse: FuseTask
+    num_prompt_tokens: int
+    continuations: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -40,19 +50,54 @@ class CaptureTask:
 
     span: Span
 
-    def to_params(self) -> dict[str, Any]:
-        span = self.span
-        return {PARAMS_KEY: {"capture": [span.start, span.end, span.chunk_hash, span.anchor_hash]}}
+
+@dataclass(frozen=True)
+class AverageTask:
+    """Store under `span` the mean of a chunk's KV over several captures, and its spread.
+
+    The chunk is the tokens `[span.start, span.end)` of the prompt, behind the anchor. `alone` is its capture there,
+    which is in the store already. It is also prefilled behind the anchor and each of `others`: chunks captured behind
+    the anchor too, of which the store gives the KV. The prompt goes on behind the chunk for as long as the longest of
+    these, with any tokens, so that there are blocks.
+    """
+
+    anchor: Span
+    alone: Span
+    span: Span
+    others: tuple[Span, ...]
 
 
-def task_from_params(params: dict[str, Any] | None) -> FuseTask | CaptureTask | None:
+Task = FuseTask | ScoreTask | CaptureTask | AverageTask
+
+
+def task_to_params(task: Task) -> dict[str, Any]:
+    """As a request's `kv_transfer_params`: plain data."""
+    return {PARAMS_KEY: {"task": type(task).__name__, **dataclasses.asdict(task)}}
+
+
+def task_from_params(params: dict[str, Any] | None) -> Task | None:
     """The task in a request's `kv_transfer_params`, None for a request that isn't ours."""
     fields = (params or {}).get(PARAMS_KEY)
     if fields is None:
         return None
-    if "capture" in fields:
-        return CaptureTask(Span(*fields["capture"]))
-    return FuseTask(tuple(Span(*span) for span in fields["fuse"]), Policy(fields["policy"], fields["budget"]))
+    match fields["task"]:
+        case "FuseTask":
+            return _fuse_task(fields)
+        case "ScoreTask":
+            continuations = tuple(tuple(tokens) for tokens in fields["continuations"])
+            return ScoreTask(_fuse_task(fields["fuse"]), fields["num_prompt_tokens"], continuations)
+        case "CaptureTask":
+            return CaptureTask(Span(**fields["span"]))
+        case "AverageTask":
+            anchor, alone, span = (Span(**fields[name]) for name in ("anchor", "alone", "span"))
+            return AverageTask(anchor, alone, span, tuple(Span(**other) for other in fields["others"]))
+        case other:
+            raise ValueError(f"unknown task {other!r} in kv_transfer_params")
+
+
+def _fuse_task(fields: dict[str, Any]) -> FuseTask:
+    policy = Policy(**{**fields["policy"], "layers": tuple(fields["policy"]["layers"])})
+    return FuseTask(tuple(Span(**span) for span in fields["spans"]), policy)
 
 
 @dataclass(frozen=True)
@@ -61,7 +106,7 @@ class Job:
     them are in vLLM's prefix cache, in blocks that other requests may share and that must not be written."""
 
     request_id: str
-    task: FuseTask | CaptureTask
+    task: Task
     token_ids: list[int]
     block_ids: list[int]
     num_prefix: int
@@ -73,6 +118,8 @@ class Report:
 
     reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
     missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify; the anchor counts as a chunk.
+    recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
+    logprobs: of a ScoreTask, float32 bytes `[m, V]` for each continuation.
     problem: why a chunk, or the whole job, was computed instead (None if all went well).
     """
 
@@ -85,5 +132,7 @@ class Report:
     load_ms: float = 0.0
     probe_ms: float = 0.0
     recompute_ms: float = 0.0
+    recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
     problem: str | None = None
     failed: bool = False

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
-BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], bool | None]
 
 
 class _ReachedStop(Exception):
@@ -70,18 +70,28 @@ class SubsetForward:
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)  # type: ignore[attr-defined]
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, stop_at: int | None = None) -> None:
+    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None) -> None:
         """Compute the pieces in one forward, leaving their KV in the paged cache.
 
         Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
         tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
-        writes its KV and attends, with `[T, H, D]` tensors over all pieces. The forward ends before layer `stop_at`, by
-        default once the last layer's KV is written: nobody needs what would come out of it.
+        writes its KV and attends, with `[T, H, D]` tensors over all pieces; if it returns True, the forward ends there.
+        It ends anyway once the last layer's KV is written: nobody needs what would come out of it.
         """
+        with self._hooked(before_layer, pieces), suppress(_ReachedStop):
+            self._forward(pieces)
+
+    @torch.inference_mode()
+    def logprobs(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """As `run`, to the end: log-probabilities of what follows each token, `[T, V]` float32 over all pieces."""
+        logits = self.model.compute_logits(self._forward(pieces))  # type: ignore[operator]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def _forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
         positions = torch.cat([piece.positions for piece in pieces])
         token_ids = torch.cat([piece.token_ids for piece in pieces]).to(self.device)
-        slots = torch.cat([self.slots(piece.positions, piece.block_ids) for piece in pieces]).to(self.device)
         offsets = torch.cat([torch.full_like(piece.positions, piece.rope_offset) for piece in pieces])
+        slots = self._all_slots(pieces)
         common = self._common_metadata(pieces, positions.to(self.device), slots)
         metadata = {}
         for names, builder in self._builders:
@@ -93,8 +103,12 @@ class SubsetForward:
             slot_mapping=dict.fromkeys(self.names, slots),
             skip_compiled=True,
         )
-        with context, self._hooked(before_layer, slots, stop_at), suppress(_ReachedStop):
-            self.model(input_ids=token_ids, positions=(positions + offsets).to(self.device))
+        with context:
+            hidden: torch.Tensor = self.model(input_ids=token_ids, positions=(positions + offsets).to(self.device))
+        return hidden
+
+    def _all_slots(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        return torch.cat([self.slots(piece.positions, piece.block_ids) for piece in pieces]).to(self.device)
 
     def _common_metadata(
         self, pieces: Sequence[Piece], positions: torch.Tensor, slots: torch.Tensor
@@ -124,7 +138,7 @@ class SubsetForward:
         )
 
     @contextmanager
-    def _hooked(self, before_layer: BeforeLayer | None, slots: torch.Tensor, stop_at: int | None) -> Iterator[None]:
+    def _hooked(self, before_layer: BeforeLayer | None, pieces: Sequence[Piece]) -> Iterator[None]:
         last = len(self.layers) - 1
         hooks = []
         for index, layer in enumerate(self.layers):
@@ -132,15 +146,13 @@ class SubsetForward:
                 continue
 
             def see(module: Attention, args: tuple[torch.Tensor, ...], index: int = index) -> None:
-                if index == stop_at:
-                    raise _ReachedStop
                 q, k, v = args[:3]
                 q = q.view(len(q), -1, module.head_size)
                 k, v = (x.view(len(x), module.num_kv_heads, -1) for x in (k, v))
-                if before_layer is not None:
-                    before_layer(index, q, k, v)
+                if before_layer is not None and before_layer(index, q, k, v):
+                    raise _ReachedStop
                 if index == last:
-                    self.write(last, k.transpose(0, 1), v.transpose(0, 1), slots)
+                    self.write(last, k.transpose(0, 1), v.transpose(0, 1), self._all_slots(pieces))
                     raise _ReachedStop
 
             hooks.append(layer.register_forward_pre_hook(see))

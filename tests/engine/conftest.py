@@ -5,13 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-from engine_harness import Harness
+from engine_harness import QUESTIONS, Harness
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from ragkv import models
 from ragkv.config import EMBEDDED_MODEL
 from ragkv.errors import ModelError
+from ragkv.evals.ttft import _text_tokens
+from ragkv.prompt import PromptLayout
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,23 @@ def harness(runner, smollm, tmp_path_factory):
     harness = Harness(runner, smollm, tmp_path_factory.mktemp("kv"), max_model_len=8192)
     yield harness
     harness.close()
+
+
+@pytest.fixture(scope="module")
+def text(smollm):
+    return _text_tokens(smollm, 8192)
+
+
+@pytest.fixture(scope="module")
+def layout(smollm):
+    return PromptLayout(smollm)
+
+
+@pytest.fixture(scope="module")
+def anchor(layout):
+    return layout.anchor
+
+
+@pytest.fixture(scope="module")
+def question(layout):
+    return layout.question_tokens(QUESTIONS[0])

@@ -4,13 +4,25 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
+
 from ragkv.config import ModelConfig
+from ragkv.engine.connector import WorkerExtension
 from ragkv.engine.engine import Engine
 from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
 FINGERPRINT = "f" * 32
+CHUNK_TOKENS = 300
+QUESTIONS = [
+    "Which statement handles an exception?",
+    "How is a class defined, and what is a metaclass?",
+    "What does the assert statement do?",
+    "How are the operands of a comparison evaluated?",
+    "When is an attribute looked up in the class?",
+    "What does the with statement call on exit?",
+]
 _salts = itertools.count()
 
 
@@ -65,6 +77,11 @@ class Harness:
         self.run(self.engine.close())
 
 
+def assert_same(found, expected, tolerance=2e-3):
+    assert found.token_ids == expected.token_ids
+    assert found.chosen_logprobs() == pytest.approx(expected.chosen_logprobs(), abs=tolerance)
+
+
 def lay_out(anchor, chunks, question, policy):
     """The prompt's token ids and the task that fuses it."""
     token_ids, anchor_hash = list(anchor), chunk_hash(anchor)
@@ -73,3 +90,14 @@ def lay_out(anchor, chunks, question, policy):
         spans.append(Span(len(token_ids), len(token_ids) + len(chunk), chunk_hash(chunk), anchor_hash))
         token_ids += chunk
     return token_ids + list(question), FuseTask(tuple(spans), Policy.parse(policy))
+
+
+class WorstChoice(WorkerExtension):
+    """A worker whose `query` policy recomputes the tokens with the fewest votes."""
+
+    def ragkv_attach(self):
+        from ragkv.engine import fusion
+
+        best = fusion.top_voted
+        fusion.top_voted = lambda votes, eligible, num_tokens: best(-votes, eligible, num_tokens)
+        return super().ragkv_attach()

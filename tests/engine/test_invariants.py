@@ -7,46 +7,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_harness import FINGERPRINT, lay_out
+from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, lay_out
 from tokenizers import Tokenizer
 
 from ragkv.engine.job import Span
-from ragkv.evals.ttft import _text_tokens
-from ragkv.prompt import PromptLayout
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey
 
 pytestmark = pytest.mark.engine
 
-NUM_CHUNKS, CHUNK_TOKENS = 6, 300
-QUESTIONS = [
-    "Which statement handles an exception?",
-    "How is a class defined, and what is a metaclass?",
-    "What does the assert statement do?",
-    "How are the operands of a comparison evaluated?",
-    "When is an attribute looked up in the class?",
-    "What does the with statement call on exit?",
-]
-
-
-@pytest.fixture(scope="module")
-def text(smollm):
-    return _text_tokens(smollm, 8192)
-
-
-@pytest.fixture(scope="module")
-def layout(smollm):
-    return PromptLayout(smollm)
-
-
-@pytest.fixture(scope="module")
-def anchor(layout):
-    return layout.anchor
-
-
-@pytest.fixture(scope="module")
-def question(layout):
-    return layout.question_tokens(QUESTIONS[0])
+NUM_CHUNKS = 6
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +24,6 @@ def chunks(harness, anchor, text):
     chunks = [text[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS] for i in range(NUM_CHUNKS)]
     harness.capture(anchor, chunks)
     return chunks
-
-
-def assert_same(found, expected, tolerance=2e-3):
-    assert found.token_ids == expected.token_ids
-    assert found.chosen_logprobs() == pytest.approx(expected.chosen_logprobs(), abs=tolerance)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 6])

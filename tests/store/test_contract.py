@@ -142,8 +142,8 @@ def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
 
 def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
     LmdbStore(tmp_path / "kv").close()
-    monkeypatch.setattr("ragkv.store.lmdb_store.FORMAT_VERSION", 2)
-    with pytest.raises(StoreError, match=r"format 1; this release reads format\s+2"):
+    monkeypatch.setattr("ragkv.store.lmdb_store.FORMAT_VERSION", 3)
+    with pytest.raises(StoreError, match=r"format 2; this release reads format\s+3"):
         LmdbStore(tmp_path / "kv")
 
 

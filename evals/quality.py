@@ -1,0 +1,351 @@
+"""`ragkv eval quality`: how far fused answers drift from full prefill, and what they score.
+
+Every example is run on one engine by vLLM's own full prefill and by each policy over the same tokens. Drift is measured
+with teacher forcing, over the whole vocabulary. What is known of an example and a policy goes to a file at once, so a
+long run can be interrupted and goes on where it stopped.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from ragkv import models
+from ragkv.config import Config
+from ragkv.engine.engine import Engine
+from ragkv.engine.job import ROOT_HASH, AverageTask, CaptureTask, FuseTask, Span
+from ragkv.errors import ConfigError, ModelError
+from ragkv.evals import scores
+from ragkv.evals.datasets import Dataset, Example
+from ragkv.policies import Policy
+from ragkv.prompt import Prompt, PromptLayout
+from ragkv.retriever.hashing import average_hash, chunk_hash
+from ragkv.store.lmdb_store import LmdbStore
+
+KV_KINDS = {
+    "alone": "each chunk captured by itself, without the anchor",
+    "anchor": "each chunk captured once, behind the anchor",
+    "mean": "averaged over the anchor alone and the anchor with random other chunks; the first chunk exact",
+    "near": "as mean, with the example's own other chunks",
+    "allmean": "as mean, and the first chunk's average too",
+}
+MAX_CHUNKS, POOL_SIZE = 10, 24
+GREEDY_TOKENS, GOLD_TOKENS = 16, 48
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of answering to be measured: a policy over chunk KV of one kind."""
+
+    policy: Policy
+    kv: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Arm":
+        """Read `query:0.05@anchor`; the kind is `mean` where none is given. Raises ConfigError."""
+        policy, _, kv = text.partition("@")
+        if (kv or "mean") not in KV_KINDS:
+            raise ConfigError(f"unknown kind of KV {kv!r} in {text!r}; choose one of {', '.join(KV_KINDS)}")
+        return cls(Policy.parse(policy), kv or "mean")
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy.label}@{self.kv}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """captures: how many are averaged; ttft_examples: on how many examples times are taken, one request at a time."""
+
+    captures: int = 4
+    ttft_examples: int = 10
+    chunk_tokens: int = 512
+
+
+async def run(
+    config: Config,
+    dataset: Dataset,
+    arms: Sequence[Arm],
+    settings: Settings,
+    out: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """Evaluate what `out`, a JSONL file, hasn't got yet, append it there, and return a summary row for each arm.
+
+    progress gets the number of examples done and their total. KV lives in a temporary folder, and is deleted after each
+    example. Raises ConfigError if `out` is of a run with other settings.
+    """
+    identity = {
+        "dataset": dataset.name,
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "captures": settings.captures,
+        "chunk_tokens": settings.chunk_tokens,
+    }
+    done = read_results(out, identity)
+    todo = [e for e in dataset.examples if any((e.id, arm.label) not in done for arm in arms)]
+    progress(len(dataset.examples) - len(todo), len(dataset.examples))
+    if todo:
+        folder = models.resolve(config.model.name, config.home)
+        with tempfile.TemporaryDirectory(prefix="ragkv-quality-", dir=out.parent) as store:
+            engine = await Engine.start(folder, config.model, Path(store), fingerprint="0" * 32)
+            try:
+                if engine.unsupported:
+                    raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
+                bench = _Bench(engine, folder, dataset, settings, Path(store))
+                await bench.prepare(arms)
+                with out.open("a") as file:
+                    for i, example in enumerate(todo):
+                        missing = [arm for arm in arms if (example.id, arm.label) not in done]
+                        timed = dataset.examples.index(example) < settings.ttft_examples
+                        for row in await bench.evaluate(example, missing, timed=timed):
+                            done[example.id, row["arm"]] = row
+                            file.write(json.dumps({**identity, **row}) + "\n")
+                        file.flush()
+                        progress(len(dataset.examples) - len(todo) + i + 1, len(dataset.examples))
+            finally:
+                await engine.close()
+    ids = [example.id for example in dataset.examples]
+    return [{**identity, **summary([done[id, arm.label] for id in ids], dataset)} for arm in arms]
+
+
+def read_results(out: Path, identity: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What an earlier run wrote, by example and arm. A line that an interruption cut off is passed over."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return rows
+    lines = out.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+        out.write_text("".join(lines))
+    for line in lines:
+        row = json.loads(line)
+        other = {name: row.get(name) for name in identity if row.get(name) != identity[name]}
+        if other:
+            raise ConfigError(f"{out} is of another run ({other}, now {identity}); choose another --out")
+        rows[row["example"], row["arm"]] = row
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]], dataset: Dataset) -> dict[str, Any]:
+    """Means over examples, with 95% bootstrap intervals; of differences from full prefill where that says more."""
+
+    def column(name: str) -> npt.NDArray[np.float64]:
+        return np.array([row[name] for row in rows], dtype=float)
+
+    def rounded(values: tuple[float, ...]) -> list[float]:
+        return [round(value, 5) for value in values]
+
+    timed = [row for row in rows if row["ttft_ms"]]
+    return {
+        "policy": rows[0]["policy"],
+        "budget": rows[0]["budget"],
+        "kv": rows[0]["kv"],
+        "anchored": rows[0]["kv"] != "alone",
+        "examples": len(rows),
+        "kl": round(column("kl").mean(), 5),
+        "kl_interval": rounded(scores.interval(column("kl"))),
+        "agreement": round(column("agreement").mean(), 4),
+        "agreement_interval": rounded(scores.interval(column("agreement"))),
+        "gold_nll": round(column("gold_nll").mean(), 4),
+        "gold_nll_difference": round((column("gold_nll") - column("gold_nll_full")).mean(), 4),
+        "gold_nll_interval": rounded(scores.interval(column("gold_nll") - column("gold_nll_full"))),
+        "score": round(column("score").mean(), 4),
+        "score_full": round(column("score_full").mean(), 4),
+        "score_interval": rounded(scores.interval(column("score") - column("score_full"))),
+        "score_name": dataset.score,
+        "score_ceiling": round(dataset.ceiling, 4),
+        "word_f1": round(column("word_f1").mean(), 4),
+        "word_f1_full": round(column("word_f1_full").mean(), 4),
+        "recomputed_share": round(column("recomputed_share").mean(), 4),
+        "tokens": round(column("tokens").mean()),
+        "ttft_ms": round(float(np.median([row["ttft_ms"] for row in timed])), 1) if timed else None,
+        "baseline_ttft_ms": round(float(np.median([row["baseline_ttft_ms"] for row in timed])), 1) if timed else None,
+    }
+
+
+class _Bench:
+    def __init__(self, engine: Engine, model: Path, dataset: Dataset, settings: Settings, store: Path) -> None:
+        self._engine, self._dataset, self._settings, self._store_folder = engine, dataset, settings, store
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._layout = PromptLayout(model, dataset.instruction, dataset.asking)
+        self._anchor = self._layout.anchor
+        self._anchor_hash = chunk_hash(self._anchor)
+        self._root = Span(0, len(self._anchor), self._anchor_hash, ROOT_HASH)
+        self._mean_hash = average_hash(self._anchor_hash, settings.captures)
+        self._near_hash = average_hash(f"near {self._anchor_hash}", settings.captures)
+        self._pool: list[list[int]] = []
+
+    async def prepare(self, arms: Sequence[Arm]) -> None:
+        """Warm up, and capture the anchor and the chunks that averages see."""
+        await self._engine.capture(self._anchor, CaptureTask(self._root))
+        if any(arm.kv in ("mean", "allmean") for arm in arms):
+            examples = random.Random(0).sample(self._dataset.examples, min(POOL_SIZE, len(self._dataset.examples)))
+            self._pool = [self._chunks(example)[0] for example in examples]
+            await asyncio.gather(*(self._capture(chunk) for chunk in self._pool))
+        await self._generate([*self._anchor, *self._anchor], None, max_tokens=2)
+
+    async def evaluate(self, example: Example, arms: Sequence[Arm], *, timed: bool) -> list[dict[str, Any]]:
+        """A row for each arm."""
+        chunks = self._chunks(example)
+        question = self._layout.question_tokens(example.question)
+        room = self._engine.max_model_len - self._dataset.max_tokens - GOLD_TOKENS - len(self._anchor) - len(question)
+        while sum(map(len, chunks)) > room:
+            chunks.pop()
+        prompt = self._layout.assemble(chunks, question)
+        salt = uuid.uuid4().hex
+        full_tokens, baseline_ms = await self._generate(
+            prompt.token_ids, None, max_tokens=max(GREEDY_TOKENS, self._dataset.max_tokens), salt=salt, ignore_eos=True
+        )
+        greedy = full_tokens[:GREEDY_TOKENS]
+        gold = self._encode(example.answers[0])[:GOLD_TOKENS]
+        full_task = FuseTask((), Policy("full"))
+        (of_greedy, of_gold), _ = await self._engine.score(prompt.token_ids, full_task, (greedy, gold), salt)
+        kinds = {arm.kv for arm in arms}
+        await self._capture_all(chunks, kinds)
+        tasks = [FuseTask((self._root, *self._spans(prompt, chunks, arm.kv)), arm.policy) for arm in arms]
+        answers = await asyncio.gather(
+            *(self._generate(prompt.token_ids, task, max_tokens=self._dataset.max_tokens) for task in tasks)
+        )
+        full_answer = self._text(full_tokens[: self._dataset.max_tokens])
+        rows = []
+        for arm, task, (tokens, _) in zip(arms, tasks, answers, strict=True):
+            (greedy_rows, gold_rows), report = await self._engine.score(prompt.token_ids, task, (greedy, gold))
+            kl = np.concatenate([_kl(of_greedy, greedy_rows), _kl(of_gold, gold_rows)])
+            ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
+            answer = self._text(tokens)
+            rows.append(
+                {
+                    "example": example.id,
+                    "arm": arm.label,
+                    "policy": arm.policy.title,
+                    "budget": {"none": 0.0, "full": 1.0}.get(arm.policy.name, arm.policy.budget),
+                    "kv": arm.kv,
+                    "kl": float(kl.mean()),
+                    "agreement": float((greedy_rows.argmax(1) == np.array(greedy)).mean()),
+                    "gold_nll": _nll(gold_rows, gold),
+                    "gold_nll_full": _nll(of_gold, gold),
+                    "score": self._score(answer, example),
+                    "score_full": self._score(full_answer, example),
+                    "word_f1": scores.word_f1(answer, example.answers),
+                    "word_f1_full": scores.word_f1(full_answer, example.answers),
+                    "tokens": len(prompt.token_ids),
+                    "recomputed_share": sum(end - start for start, end in report.recomputed_runs)
+                    / prompt.chunk_ranges[-1][1],
+                    "ttft_ms": ttft_ms,
+                    "baseline_ttft_ms": baseline_ms,
+                }
+            )
+        await asyncio.to_thread(self._forget, chunks)
+        return rows
+
+    def _chunks(self, example: Example) -> list[list[int]]:
+        """Token ids; long chunks are cut in pieces, as the indexer would."""
+        size, pieces = self._settings.chunk_tokens, []
+        for text in example.chunks:
+            tokens = self._encode(text)
+            if len(tokens) > 1.3 * size:
+                pieces += [tokens[i : i + size] for i in range(0, len(tokens), size)]
+            else:
+                pieces.append(tokens)
+        return pieces[:MAX_CHUNKS]
+
+    def _spans(self, prompt: Prompt, chunks: Sequence[Sequence[int]], kv: str) -> list[Span]:
+        behind = {"alone": ROOT_HASH, "anchor": self._anchor_hash, "near": self._near_hash}
+        hashes = [behind.get(kv, self._mean_hash)] * len(chunks)
+        if kv in ("mean", "near"):
+            hashes[0] = self._anchor_hash
+        return [
+            Span(start, end, chunk_hash(chunk), before)
+            for chunk, (start, end), before in zip(chunks, prompt.chunk_ranges, hashes, strict=True)
+        ]
+
+    async def _capture_all(self, chunks: Sequence[list[int]], kinds: set[str]) -> None:
+        if "alone" in kinds:
+            spans = [Span(0, len(chunk), chunk_hash(chunk), ROOT_HASH) for chunk in chunks]
+            captures = [self._engine.capture(c, CaptureTask(s)) for c, s in zip(chunks, spans, strict=True)]
+            await asyncio.gather(*captures)
+        if kinds - {"alone"}:
+            await asyncio.gather(*(self._capture(chunk) for chunk in chunks))
+        if kinds & {"mean", "allmean"}:
+            for chunk in chunks:
+                others = [other for other in self._pool if other != chunk]
+                chosen = random.Random(chunk_hash(chunk)).sample(others, min(self._settings.captures - 1, len(others)))
+                await self._average(chunk, chosen, self._mean_hash)
+        if "near" in kinds:
+            for chunk in chunks:
+                others = [other for other in chunks if other != chunk][: self._settings.captures - 1]
+                await self._average(chunk, others, self._near_hash)
+
+    async def _capture(self, chunk: list[int]) -> None:
+        await self._engine.capture([*self._anchor, *chunk], CaptureTask(self._span(chunk)))
+
+    async def _average(self, chunk: list[int], others: Sequence[list[int]], name: str) -> None:
+        alone = self._span(chunk)
+        span = Span(alone.start, alone.end, alone.chunk_hash, name)
+        task = AverageTask(self._root, alone, span, tuple(self._span(other) for other in others))
+        await self._engine.capture([*self._anchor, *chunk], task)
+
+    def _span(self, chunk: Sequence[int]) -> Span:
+        start = len(self._anchor)
+        return Span(start, start + len(chunk), chunk_hash(chunk), self._anchor_hash)
+
+    def _forget(self, chunks: Sequence[Sequence[int]]) -> None:
+        kept = {chunk_hash(chunk) for chunk in self._pool}
+        store = LmdbStore(self._store_folder)
+        store.delete({chunk_hash(chunk) for chunk in chunks} - kept)
+        store.close()
+
+    async def _generate(
+        self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any
+    ) -> tuple[list[int], float]:
+        """The tokens and the TTFT in milliseconds."""
+        begin, ttft_ms, tokens = time.perf_counter(), 0.0, []
+        outputs = self._engine.generate(
+            token_ids, task, max_tokens=max_tokens, salt=salt or uuid.uuid4().hex, **sampling
+        )
+        async for output in outputs:
+            ttft_ms = ttft_ms or 1e3 * (time.perf_counter() - begin)
+            tokens += output.token_ids
+        return tokens, ttft_ms
+
+    def _score(self, answer: str, example: Example) -> float:
+        match self._dataset.score:
+            case "rouge-l":
+                return scores.rouge_l(answer, example.answers)
+            case "token-f1":
+                return scores.token_f1(answer, example.answers, self._encode)
+            case _:
+                return scores.contains(answer, example.answers)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Up to the end that the model gave it: in the baseline, decoding goes on behind it."""
+        eos = self._layout.eos_token_id
+        end = list(tokens).index(eos) if eos is not None and eos in tokens else len(tokens)
+        text: str = self._tokenizer.decode(list(tokens[:end]))
+        return text
+
+
+def _kl(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """KL(full ‖ fused) at each position, from log-probabilities `[m, V]`."""
+    result: npt.NDArray[np.float32] = (np.exp(full) * (full - fused)).sum(1)
+    return result
+
+
+def _nll(rows: npt.NDArray[np.float32], tokens: Sequence[int]) -> float:
+    return -float(rows[np.arange(len(tokens)), list(tokens)].mean())

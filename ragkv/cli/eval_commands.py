@@ -1,0 +1,104 @@
+"""The commands that measure: TTFT, fidelity, and the report of both."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ragkv.cli import output
+from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
+from ragkv.cli.output import err
+from ragkv.cli.session import log_file, log_in_errors, prepare
+from ragkv.config import load_config
+
+
+def ttft(
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "1024,2048,4096,7168",
+    policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Time to first token by policy, beside vLLM's own prefill of the same prompt."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
+    lengths = _parse_lengths(tokens)
+    from ragkv.policies import Policy
+
+    parsed = [Policy.parse(text.strip()) for text in policies.split(",")]
+    prepare(log_file(config), verbose)
+    from ragkv.evals import ttft as evaluation
+
+    rows: list[dict[str, Any]] = []
+
+    def emit(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if as_json:
+            typer.echo(json.dumps(row))
+        else:
+            err.print(
+                f"{row['tokens']} tokens, {row['policy']} {row['budget']:g}: {row['ttft_ms']:.0f} ms", style="dim"
+            )
+
+    with err.status("measuring"), log_in_errors(config):
+        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit))
+    if not as_json:
+        output.print_ttft(rows)
+
+
+def quality(
+    dataset: Annotated[
+        str, typer.Option(help="musique, musique_s, xquad, samsum, multi_news, a .jsonl file or HF id.")
+    ],
+    data: Annotated[Path | None, typer.Option(help="Folder that holds the named datasets.")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="How many examples, from the first on.")] = 50,
+    policies: Annotated[
+        str, typer.Option(help="POLICY@KV with commas between; KV is alone, anchor, mean, near or allmean.")
+    ] = "none@mean,query+shift:0.05@mean,cacheblend:0.15@alone",
+    captures: Annotated[int, typer.Option(min=1, help="Captures behind an average.")] = 4,
+    ttft_examples: Annotated[int, typer.Option(min=0, help="On how many examples times are taken.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Results by example; a run goes on from what it holds.")] = None,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Drift from full prefill and task scores by policy, on real data."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
+    from ragkv.evals import datasets
+    from ragkv.evals import quality as evaluation
+
+    arms = [evaluation.Arm.parse(text.strip()) for text in policies.split(",")]
+    loaded = datasets.first(datasets.load(dataset, data), examples)
+    name = f"{Path(dataset).stem}-{Path(config.model.name).name}-{config.model.dtype}-{captures}.jsonl"
+    out = out or config.home / "evals" / name
+    prepare(log_file(config), verbose)
+    settings = evaluation.Settings(captures, ttft_examples, config.index.chunk_tokens)
+    with output.ExampleBar(dataset) as bar, log_in_errors(config):
+        rows = asyncio.run(evaluation.run(config, loaded, arms, settings, out, bar.update))
+    for row in rows:
+        if as_json:
+            typer.echo(json.dumps(row))
+    if not as_json:
+        output.print_quality(rows)
+        err.print(f"by example: {out}", style="dim", markup=False)
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of positive numbers with commas between", param_hint="--tokens"
+        )
+    return lengths

@@ -1,0 +1,60 @@
+import pytest
+import torch
+from rope_reference import rope, table
+
+from ragkv.kernels.deviation import deviation
+from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.shift import DAMPING, shifted
+
+START, SIZE = 37, 64
+
+
+def definition(k, v, fresh_k, fresh_v, offsets, rotated, neox):
+    """Token by token, in float64: unrotate, take the mean of the differences, rotate to each place."""
+    weight = len(offsets) / (len(offsets) + DAMPING)
+    positions = START + torch.arange(k.shape[1])
+    differences = rope(fresh_k - k[:, offsets], -positions[offsets], rotated, neox)
+    mean = differences.mean(1, keepdim=True)
+    moved = torch.cat([rope(mean, position[None], rotated, neox) for position in positions], 1)
+    return k + weight * moved, v + weight * (fresh_v - v[:, offsets]).double().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("num_tokens, offsets", [(1, [0]), (63, [5, 6, 60]), (500, list(range(0, 500, 7)))])
+@pytest.mark.parametrize("rotated, neox", [(64, True), (64, False), (32, True)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)])
+def test_equals_the_definition(num_tokens, offsets, rotated, neox, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, num_tokens, SIZE, generator=generator).to(dtype) for _ in range(2))
+    offsets = torch.tensor(offsets)
+    fresh_k, fresh_v = (torch.randn(2, len(offsets), SIZE, generator=generator).to(dtype) for _ in range(2))
+    rotation = Rotation.from_table(table(4096, rotated), neox)
+    found_k, found_v = shifted(k, v, fresh_k, fresh_v, offsets, START, rotation)
+    expected_k, expected_v = definition(k, v, fresh_k, fresh_v, offsets, rotated, neox)
+    assert found_k.dtype == found_v.dtype == dtype
+    torch.testing.assert_close(found_k.double(), expected_k.double(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found_v.double(), expected_v.double(), atol=tolerance, rtol=tolerance)
+
+
+def test_a_shift_common_to_all_tokens_is_found_again_but_for_the_damping():
+    """Where every token's KV moved by the same amount, the recomputed ones tell by how much."""
+    k, v = torch.randn(2, 90, SIZE), torch.randn(2, 90, SIZE)
+    rotation = Rotation.from_table(table(256, SIZE), True)
+    true_k, true_v = k + rotation.rotate(torch.ones_like(k), START + torch.arange(90)), v + 1
+    offsets = torch.arange(0, 90, 2)
+    found_k, found_v = shifted(k, v, true_k[:, offsets], true_v[:, offsets], offsets, START, rotation)
+    left = DAMPING / (len(offsets) + DAMPING)
+    torch.testing.assert_close((true_k - found_k).norm(), left * (true_k - k).norm(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(true_v - found_v, torch.full_like(v, left), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_without_positions_move_like_values():
+    k, fresh = torch.randn(1, 9, SIZE), torch.randn(1, 2, SIZE)
+    found_k, found_v = shifted(k, k, fresh, fresh, torch.tensor([1, 7]), START, None)
+    assert torch.equal(found_k, found_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deviation_is_the_squared_distance(dtype):
+    fresh, cached = torch.randn(3, 63, 64).to(dtype), torch.randn(63, 3, 64).to(dtype).transpose(0, 1)
+    expected = [float((fresh[:, t].double() - cached[:, t].double()).norm() ** 2) for t in range(63)]
+    torch.testing.assert_close(deviation(fresh, cached).double(), torch.tensor(expected).double(), rtol=1e-4, atol=0)
