@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,26 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from ragkv import models
+from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import ROOT_HASH, AverageTask, CaptureTask, FuseTask, Span
+from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
 from ragkv.errors import ConfigError, ModelError
 from ragkv.evals import scores
 from ragkv.evals.datasets import Dataset, Example
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
-from ragkv.retriever.hashing import average_hash, chunk_hash
+from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.lmdb_store import LmdbStore
 
 KV_KINDS = {
     "alone": "each chunk captured by itself, without the anchor",
     "anchor": "each chunk captured once, behind the anchor",
-    "mean": "averaged over the anchor alone and the anchor with random other chunks; the first chunk exact",
-    "near": "as mean, with the example's own other chunks",
-    "allmean": "as mean, and the first chunk's average too",
+    "random": "averaged over the anchor alone and the anchor with random other chunks; the first chunk exact",
+    "near": "averaged over the anchor alone and the anchor with the nearest other chunks; the first chunk exact",
 }
+DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24
 GREEDY_TOKENS, GOLD_TOKENS = 16, 48
 
@@ -52,11 +54,11 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Read `query:0.05@anchor`; the kind is `mean` where none is given. Raises ConfigError."""
+        """Read `query:0.05@anchor`; the kind is `near` where none is given. Raises ConfigError."""
         policy, _, kv = text.partition("@")
-        if (kv or "mean") not in KV_KINDS:
+        if (kv or DEFAULT_KV) not in KV_KINDS:
             raise ConfigError(f"unknown kind of KV {kv!r} in {text!r}; choose one of {', '.join(KV_KINDS)}")
-        return cls(Policy.parse(policy), kv or "mean")
+        return cls(Policy.parse(policy), kv or DEFAULT_KV)
 
     @property
     def label(self) -> str:
@@ -102,7 +104,7 @@ async def run(
             try:
                 if engine.unsupported:
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-                bench = _Bench(engine, folder, dataset, settings, Path(store))
+                bench = _Bench(engine, config, dataset, settings, LmdbStore(Path(store)))
                 await bench.prepare(arms)
                 with out.open("a") as file:
                     for i, example in enumerate(todo):
@@ -154,7 +156,7 @@ def summary(rows: Sequence[dict[str, Any]], dataset: Dataset) -> dict[str, Any]:
         "kv": rows[0]["kv"],
         "anchored": rows[0]["kv"] != "alone",
         "examples": len(rows),
-        "kl": round(column("kl").mean(), 5),
+        "kl": round(float(column("kl").mean()), 5),
         "kl_interval": rounded(scores.interval(column("kl"))),
         "agreement": round(column("agreement").mean(), 4),
         "agreement_interval": rounded(scores.interval(column("agreement"))),
@@ -176,31 +178,46 @@ def summary(rows: Sequence[dict[str, Any]], dataset: Dataset) -> dict[str, Any]:
 
 
 class _Bench:
-    def __init__(self, engine: Engine, model: Path, dataset: Dataset, settings: Settings, store: Path) -> None:
-        self._engine, self._dataset, self._settings, self._store_folder = engine, dataset, settings, store
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._layout = PromptLayout(model, dataset.instruction, dataset.asking)
-        self._anchor = self._layout.anchor
-        self._anchor_hash = chunk_hash(self._anchor)
-        self._root = Span(0, len(self._anchor), self._anchor_hash, ROOT_HASH)
-        self._mean_hash = average_hash(self._anchor_hash, settings.captures)
-        self._near_hash = average_hash(f"near {self._anchor_hash}", settings.captures)
-        self._pool: list[list[int]] = []
+    def __init__(self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: LmdbStore) -> None:
+        self._engine, self._config, self._dataset, self._settings = engine, config, dataset, settings
+        self._store = store
+        folder = models.resolve(config.model.name, config.home)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._layout = PromptLayout(folder, dataset.instruction, dataset.asking)
+        self._kv = {
+            kind: ChunkKV(self._layout.anchor, "0" * 32, engine.kv_heads, captures, kind)
+            for kind, captures in (("anchor", 1), ("random", settings.captures), ("near", settings.captures))
+        }
+        self._pool: dict[str, list[int]] = {}  # random others
+        self._nearest: dict[str, list[str]] = {}
+        self._corpus: dict[str, list[int]] = {}
 
     async def prepare(self, arms: Sequence[Arm]) -> None:
-        """Warm up, and capture the anchor and the chunks that averages see."""
-        await self._engine.capture(self._anchor, CaptureTask(self._root))
-        if any(arm.kv in ("mean", "allmean") for arm in arms):
+        """Warm up, and get ready what averages see."""
+        kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
+        await self._kv["anchor"].capture_anchor(self._engine, self._store)
+        if "random" in kinds:
             examples = random.Random(0).sample(self._dataset.examples, min(POOL_SIZE, len(self._dataset.examples)))
-            self._pool = [self._chunks(example)[0] for example in examples]
-            await asyncio.gather(*(self._capture(chunk) for chunk in self._pool))
-        await self._generate([*self._anchor, *self._anchor], None, max_tokens=2)
+            self._pool = _by_hash(self._chunks(example)[0] for example in examples)
+            await self._kv["anchor"].capture(self._engine, self._store, self._pool, {})
+        if "near" in kinds:
+            self._corpus = _by_hash(chunk for example in self._dataset.examples for chunk in self._chunks(example))
+            self._nearest = await asyncio.to_thread(self._find_nearest)
+        await self._generate([*anchor, *anchor], None, max_tokens=2)
+
+    def _find_nearest(self) -> dict[str, list[str]]:
+        embedder = Embedder(models.resolve(self._config.index.embedder, self._config.home))
+        vectors = embedder.embed([self._tokenizer.decode(chunk) for chunk in self._corpus.values()])
+        digests, count = list(self._corpus), self._settings.captures - 1
+        best = [np.argsort(-row)[: count + 1] for row in vectors @ vectors.T]
+        return {h: [digests[j] for j in best[i] if j != i][:count] for i, h in enumerate(digests)}
 
     async def evaluate(self, example: Example, arms: Sequence[Arm], *, timed: bool) -> list[dict[str, Any]]:
         """A row for each arm."""
         chunks = self._chunks(example)
         question = self._layout.question_tokens(example.question)
-        room = self._engine.max_model_len - self._dataset.max_tokens - GOLD_TOKENS - len(self._anchor) - len(question)
+        other_tokens = len(self._layout.anchor) + len(question) + self._dataset.max_tokens + GOLD_TOKENS
+        room = self._engine.max_model_len - other_tokens
         while sum(map(len, chunks)) > room:
             chunks.pop()
         prompt = self._layout.assemble(chunks, question)
@@ -212,9 +229,8 @@ class _Bench:
         gold = self._encode(example.answers[0])[:GOLD_TOKENS]
         full_task = FuseTask((), Policy("full"))
         (of_greedy, of_gold), _ = await self._engine.score(prompt.token_ids, full_task, (greedy, gold), salt)
-        kinds = {arm.kv for arm in arms}
-        await self._capture_all(chunks, kinds)
-        tasks = [FuseTask((self._root, *self._spans(prompt, chunks, arm.kv)), arm.policy) for arm in arms]
+        await self._capture(_by_hash(chunks), {arm.kv for arm in arms})
+        tasks = [self._task(prompt, chunks, arm) for arm in arms]
         answers = await asyncio.gather(
             *(self._generate(prompt.token_ids, task, max_tokens=self._dataset.max_tokens) for task in tasks)
         )
@@ -225,6 +241,16 @@ class _Bench:
             kl = np.concatenate([_kl(of_greedy, greedy_rows), _kl(of_gold, gold_rows)])
             ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
             answer = self._text(tokens)
+            shown = {}
+            if example is self._dataset.examples[0]:  # for the report's picture of a prompt
+                pieces = [self._tokenizer.decode([token], skip_special_tokens=False) for token in prompt.token_ids]
+                shown = {
+                    "pieces": pieces,
+                    "chunk_ranges": prompt.chunk_ranges,
+                    "recomputed_runs": report.recomputed_runs,
+                    "answer": answer,
+                    "answer_full": full_answer,
+                }
             rows.append(
                 {
                     "example": example.id,
@@ -245,9 +271,10 @@ class _Bench:
                     / prompt.chunk_ranges[-1][1],
                     "ttft_ms": ttft_ms,
                     "baseline_ttft_ms": baseline_ms,
+                    **shown,
                 }
             )
-        await asyncio.to_thread(self._forget, chunks)
+        await asyncio.to_thread(self._forget)
         return rows
 
     def _chunks(self, example: Example) -> list[list[int]]:
@@ -261,51 +288,38 @@ class _Bench:
                 pieces.append(tokens)
         return pieces[:MAX_CHUNKS]
 
-    def _spans(self, prompt: Prompt, chunks: Sequence[Sequence[int]], kv: str) -> list[Span]:
-        behind = {"alone": ROOT_HASH, "anchor": self._anchor_hash, "near": self._near_hash}
-        hashes = [behind.get(kv, self._mean_hash)] * len(chunks)
-        if kv in ("mean", "near"):
-            hashes[0] = self._anchor_hash
-        return [
-            Span(start, end, chunk_hash(chunk), before)
-            for chunk, (start, end), before in zip(chunks, prompt.chunk_ranges, hashes, strict=True)
-        ]
-
-    async def _capture_all(self, chunks: Sequence[list[int]], kinds: set[str]) -> None:
+    async def _capture(self, chunks: dict[str, list[int]], kinds: set[str]) -> None:
+        """Make the example's KV of all kinds, and that of the chunks that its averages see."""
+        engine, store, once = self._engine, self._store, self._kv["anchor"]
         if "alone" in kinds:
-            spans = [Span(0, len(chunk), chunk_hash(chunk), ROOT_HASH) for chunk in chunks]
-            captures = [self._engine.capture(c, CaptureTask(s)) for c, s in zip(chunks, spans, strict=True)]
-            await asyncio.gather(*captures)
-        if kinds - {"alone"}:
-            await asyncio.gather(*(self._capture(chunk) for chunk in chunks))
-        if kinds & {"mean", "allmean"}:
-            for chunk in chunks:
-                others = [other for other in self._pool if other != chunk]
-                chosen = random.Random(chunk_hash(chunk)).sample(others, min(self._settings.captures - 1, len(others)))
-                await self._average(chunk, chosen, self._mean_hash)
+            spans = [Span(0, len(chunk), digest, ROOT_HASH) for digest, chunk in chunks.items()]
+            captures = zip(chunks.values(), map(CaptureTask, spans), strict=True)
+            await asyncio.gather(*(engine.capture(chunk, task) for chunk, task in captures))
+        if "anchor" in kinds:
+            await once.capture(engine, store, chunks, {})
+        if "random" in kinds:
+            pool = {h: once.span(h, len(chunk)) for h, chunk in self._pool.items()}
+            others = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
+            others = {h: [other for other in found if other.chunk_hash != h] for h, found in others.items()}
+            await self._kv["random"].capture(engine, store, chunks, others)
         if "near" in kinds:
-            for chunk in chunks:
-                others = [other for other in chunks if other != chunk][: self._settings.captures - 1]
-                await self._average(chunk, others, self._near_hash)
+            seen = {other: self._corpus[other] for digest in chunks for other in self._nearest[digest]}
+            await once.capture(engine, store, seen, {})
+            others = {h: [once.span(o, len(self._corpus[o])) for o in self._nearest[h]] for h in chunks}
+            await self._kv["near"].capture(engine, store, chunks, others)
 
-    async def _capture(self, chunk: list[int]) -> None:
-        await self._engine.capture([*self._anchor, *chunk], CaptureTask(self._span(chunk)))
+    def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
+        digests = list(map(chunk_hash, chunks))
+        if arm.kv != "alone":
+            return self._kv[arm.kv].task(prompt, digests, arm.policy, self._store)
+        ranges = zip(digests, prompt.chunk_ranges, strict=True)
+        spans = [Span(start, end, digest, ROOT_HASH) for digest, (start, end) in ranges]
+        return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)
 
-    async def _average(self, chunk: list[int], others: Sequence[list[int]], name: str) -> None:
-        alone = self._span(chunk)
-        span = Span(alone.start, alone.end, alone.chunk_hash, name)
-        task = AverageTask(self._root, alone, span, tuple(self._span(other) for other in others))
-        await self._engine.capture([*self._anchor, *chunk], task)
-
-    def _span(self, chunk: Sequence[int]) -> Span:
-        start = len(self._anchor)
-        return Span(start, start + len(chunk), chunk_hash(chunk), self._anchor_hash)
-
-    def _forget(self, chunks: Sequence[Sequence[int]]) -> None:
-        kept = {chunk_hash(chunk) for chunk in self._pool}
-        store = LmdbStore(self._store_folder)
-        store.delete({chunk_hash(chunk) for chunk in chunks} - kept)
-        store.close()
+    def _forget(self) -> None:
+        """Delete what the example needed, but the pool and the anchor."""
+        kept = {*self._pool, self._kv["anchor"].anchor_hash}
+        self._store.delete(set(self._store.chunk_hashes()) - kept)
 
     async def _generate(
         self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any
@@ -339,6 +353,10 @@ class _Bench:
         end = list(tokens).index(eos) if eos is not None and eos in tokens else len(tokens)
         text: str = self._tokenizer.decode(list(tokens[:end]))
         return text
+
+
+def _by_hash(chunks: Iterable[list[int]]) -> dict[str, list[int]]:
+    return {chunk_hash(chunk): chunk for chunk in chunks}
 
 
 def _kl(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

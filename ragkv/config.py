@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from ragkv.errors import ConfigError
+from ragkv.hardware import native_dtype
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
@@ -35,11 +36,20 @@ class ModelConfig(Section):
     name: str = Field(
         EMBEDDED_MODEL, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_MODEL!r}"
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Computation and KV dtype")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        validate_default=True,
+        description="Computation and KV dtype; auto: bfloat16, or float32 on a CPU without bfloat16 instructions",
+    )
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; default: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
+
+    @field_validator("dtype")
+    @classmethod
+    def _resolve(cls, dtype: str) -> str:
+        return native_dtype() if dtype == "auto" else dtype
 
 
 class IndexConfig(Section):
@@ -50,12 +60,15 @@ class IndexConfig(Section):
     )
     chunk_tokens: int = Field(512, ge=16, le=8192, description="Largest chunk, in the generator's tokens")
     chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
+    captures: int = Field(
+        4, ge=1, le=64, description="Contexts that a chunk's KV is averaged over; 1 = once, behind the anchor"
+    )
 
 
 class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
-    policy: str = Field("query", description="Which cached tokens to recompute: none, query or full")
+    policy: str = Field("query+shift", description="Which cached tokens to recompute: none, query+shift, full, …")
     budget: float = Field(0.05, ge=0, le=1, description="Share of the cached tokens to recompute")
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")

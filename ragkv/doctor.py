@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ModelError
+from ragkv.hardware import CPUINFO, cpu_flags, native_dtype
 
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
@@ -46,6 +47,7 @@ def diagnose(config: Config) -> list[Check]:
         ("python", python),
         ("cpu", cpu),
         ("gpu", gpu),
+        ("dtype", lambda: dtype(config.model.dtype)),
         ("memory", lambda: memory(config.model.kv_cache_gib)),
         ("vllm", vllm),
         ("torch", torch),
@@ -77,12 +79,11 @@ def python() -> Check:
     return Check("python", ok, f"{version} ({sys.executable})", "" if ok else "use Python 3.11, 3.12 or 3.13")
 
 
-def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
-    text = cpuinfo.read_text()
-    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, re.MULTILINE))
-    flags = set(fields.get("flags", "").split())
+def cpu(cpuinfo: Path = CPUINFO) -> Check:
+    name = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    flags = cpu_flags(cpuinfo)
     useful = [flag.upper() for flag in CPU_FLAGS if flag in flags]
-    detail = f"{fields.get('model name', 'unknown model')}, {len(os.sched_getaffinity(0))} cores"
+    detail = f"{name[1] if name else 'unknown model'}, {len(os.sched_getaffinity(0))} cores"
     detail += f", {' '.join(useful) or 'no AVX2'}"
     if "avx2" in flags or _gpus():
         return Check("cpu", True, detail)
@@ -97,6 +98,14 @@ def gpu(driver: Path = Path("/proc/driver/nvidia/version")) -> Check:
         detail = f"driver loaded, but nvidia-smi lists no GPU: {driver.read_text().splitlines()[0]}"
         return Check("gpu", None, detail, "run `nvidia-smi`; in a container, pass the GPU through (--gpus all)")
     return Check("gpu", True, "none; vLLM runs on the CPU")
+
+
+def dtype(name: str, cpuinfo: Path = CPUINFO) -> Check:
+    native = native_dtype(cpuinfo)
+    if name == "bfloat16" and native != name:
+        detail = "bfloat16, for which this processor has no instructions"
+        return Check("dtype", None, detail, "RAGKV_MODEL__DTYPE=float32 is about 3 times as fast here")
+    return Check("dtype", True, name)
 
 
 @functools.cache

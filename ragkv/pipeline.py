@@ -7,7 +7,7 @@ question -embed-> search -> chunks -get-> ChunkKV -fuse-> paged KV -decode-> ans
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -16,25 +16,27 @@ import xxhash
 
 from ragkv import models
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
+from ragkv.engine.job import Span
 from ragkv.errors import ContextTooLongError, DocumentError
 from ragkv.home import Home, Owner
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.catalog import Catalog
-from ragkv.retriever.chunking import Chunker, ChunkText
+from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.documents import Document, find_files, load_file
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.embedder import Embedder, Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.neighbours import nearest
 from ragkv.retriever.retriever import Hit, Retriever
 from ragkv.store.lmdb_store import LmdbStore
-from ragkv.store.record import ChunkKey
 
-_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
+# In the catalogue: why the home's model can't be fused, empty if it can; and how many captures are averaged.
+_UNSUPPORTED_SETTING, _CAPTURES_SETTING = "unsupported", "captures"
 
 
 class Pipeline:
@@ -121,15 +123,17 @@ class Pipeline:
         with self._home.indexing():
             self._home.check_owner(self._catalog, self._owner)
             self._home.claim(self._catalog, self._owner)
+            self._catalog.put_setting(_CAPTURES_SETTING, str(self.config.index.captures))
             report = IngestReport()
             files = find_files(paths)
             found = await asyncio.to_thread(self._load, files, report, progress)
             if found.work or self._anchor_is_lost():
                 await self._capture_anchor()
-            total, done = sum(len(item.chunks) for item in found.work), 0
+            captures = self.config.index.captures
+            total, done = captures * sum(len(item.chunks) for item in found.work), 0
             for batch in batches(found.work):
                 await self._ingest_batch(batch, report, Step(progress, done, total))
-                done += sum(len(item.chunks) for item in batch)
+                done += captures * sum(len(item.chunks) for item in batch)
             self._remove_missing(paths, found, report)
             report.chunks_deleted += self._collect_garbage()
             self._index.sync(self._catalog)
@@ -200,28 +204,21 @@ class Pipeline:
         engine = await self.start()
         texts = [chunk.text for item in batch for chunk in item.chunks]
         vectors = await asyncio.to_thread(self._embedder.embed, texts)
-        chunks = {chunk_hash(chunk.token_ids): (chunk, item) for item in batch for chunk in item.chunks}
-        missing = [
-            (chunk, item)
-            for digest, (chunk, item) in chunks.items()
-            if self._fuses and not self._store.contains(self._key(digest, self._anchor_hash, engine))
-        ]
-        done = len(texts) - len(missing)
-        progress(done, "")
+        titles = {chunk_hash(c.token_ids): item.document.title for item in batch for c in item.chunks}
+        if self._fuses:
+            tokens = [c.token_ids for item in batch for c in item.chunks]
+            done = 0
 
-        async def prefill(chunk: ChunkText, item: Work) -> None:
-            nonlocal done
-            await self._capture(engine, chunk.token_ids)
-            done += 1
-            progress(done, item.document.title)
+            def advance(digest: str, num_captures: int) -> None:
+                nonlocal done
+                done += num_captures
+                progress(done, titles[digest])
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for chunk, item in missing:
-                    group.create_task(prefill(chunk, item))
-        except ExceptionGroup as errors:  # one reason stops them all
-            raise errors.exceptions[0] from None
-        report.chunks_prefilled += len(missing)
+            kv, digests = self._chunk_kv(engine), list(map(chunk_hash, tokens))
+            chunks = dict(zip(digests, tokens, strict=True))
+            others = self._others(kv, chunks, digests, vectors)
+            report.chunks_prefilled += await kv.capture(engine, self._store, chunks, others, advance)
+        progress(self.config.index.captures * len(texts), "")
         start = 0
         for item in batch:
             old = {chunk.chunk_hash for chunk in self._catalog.document_chunks(item.document.id)}
@@ -231,19 +228,26 @@ class Pipeline:
             report.chunks_deleted += self._forget(old)
             start = end
 
-    async def _capture(self, engine: Engine, token_ids: Sequence[int]) -> None:
-        anchor = self._layout.anchor
-        end = len(anchor) + len(token_ids)
-        span = Span(len(anchor), end, chunk_hash(token_ids), self._anchor_hash)
-        await engine.capture([*anchor, *token_ids], CaptureTask(span))
+    def _others(
+        self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], digests: Sequence[str], vectors: Vectors
+    ) -> dict[str, list[Span]]:
+        """The chunks that are likely to stand before each of these in a prompt: the nearest ones."""
+        if kv.captures == 1:
+            return {}
+        self._index.sync(self._catalog)
+        others = nearest(digests, vectors, self._catalog, self._index, kv.captures - 1)
+        wanted = {other for found in others.values() for other in found}
+        lengths = self._catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
+        return {digest: [kv.span(h, lengths[h]) for h in found if h in lengths] for digest, found in others.items()}
 
     async def _capture_anchor(self) -> None:
-        anchor, engine = self._layout.anchor, await self.start()
-        if self._fuses and not self._store.contains(self._key(self._anchor_hash, ROOT_HASH, engine)):
-            await engine.capture(anchor, CaptureTask(Span(0, len(anchor), self._anchor_hash, ROOT_HASH)))
+        engine = await self.start()
+        if self._fuses:
+            await self._chunk_kv(engine).capture_anchor(engine, self._store)
 
-    def _key(self, digest: str, anchor_hash: str, engine: Engine) -> ChunkKey:
-        return ChunkKey(digest, anchor_hash, self._owner.fingerprint, engine.kv_heads)
+    def _chunk_kv(self, engine: Engine) -> ChunkKV:
+        captures = int(self._catalog.get_setting(_CAPTURES_SETTING) or 1)
+        return ChunkKV(self._layout.anchor, self._owner.fingerprint, engine.kv_heads, captures)
 
     def _remove_missing(self, paths: Sequence[Path], found: Found, report: IngestReport) -> None:
         """Remove documents that lay in the folders and files given and are there no longer."""
@@ -287,7 +291,8 @@ class Pipeline:
         prompt = self._layout.assemble([hit.chunk.token_ids for hit in hits], question_tokens)
         sources = self._sources(hits)
         yield Retrieved(sources)
-        task = self._task(prompt, hits, options.policy)
+        digests = [hit.chunk.chunk_hash for hit in hits]
+        task = self._chunk_kv(engine).task(prompt, digests, options.policy, self._store)
         salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, options.policy)
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
@@ -345,14 +350,6 @@ class Pipeline:
             for hit in hits
             for c in (hit.chunk,)
         ]
-
-    def _task(self, prompt: Prompt, hits: Sequence[Hit], policy: Policy) -> FuseTask:
-        anchor = Span(0, prompt.anchor_end, self._anchor_hash, ROOT_HASH)
-        chunks = [
-            Span(start, end, hit.chunk.chunk_hash, self._anchor_hash)
-            for hit, (start, end) in zip(hits, prompt.chunk_ranges, strict=True)
-        ]
-        return FuseTask((anchor, *chunks), policy)
 
     def _salt(self, prompt: Prompt, policy: Policy) -> str | None:
         """Fused KV is an approximation: it is shared only by requests that would compute the same one."""

@@ -175,6 +175,11 @@ class Catalog:
             yield from map(_chunk, rows)
             last = rows[-1][0]
 
+    def num_tokens(self, hashes: Iterable[str]) -> dict[str, int]:
+        """Lengths of those of these chunks that are here, by hash."""
+        query = "SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash IN (SELECT value FROM json_each(?))"
+        return {str(hash): int(length) for hash, length in self._rows(query, _json(set(hashes)))}
+
     def chunk_ids(self) -> set[int]:
         return {row[0] for row in self._rows("SELECT id FROM chunks")}
 

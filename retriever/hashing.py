@@ -14,6 +14,6 @@ def chunk_hash(token_ids: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
 
 
-def average_hash(anchor_hash: str, num_captures: int) -> str:
+def average_hash(anchor_hash: str, contexts: str, num_captures: int) -> str:
     """What stands for the anchor in the key of a chunk's averaged KV."""
-    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} x {num_captures}".encode())
+    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} {contexts} {num_captures}".encode())

@@ -32,6 +32,7 @@ app.add_typer(models, name="models")
 evaluations = _group("Measure on this machine.")
 evaluations.command()(eval_commands.ttft)
 evaluations.command()(eval_commands.quality)
+evaluations.command()(eval_commands.report)
 app.add_typer(evaluations, name="eval")
 app.command()(home_commands.doctor)
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
+    captures: Annotated[
+        int | None, typer.Option(help="Contexts that a chunk's KV is averaged over: index time for fidelity.")
+    ] = None,
     home: Home = None,
     model: Model = None,
     embedder: Embedder = None,
@@ -36,7 +39,8 @@ def index(
     Unchanged documents cost nothing; documents that are gone from a folder are removed. Ends with status 1 if a
     document was rejected.
     """
-    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
+    index_flags = {"embedder": embedder, "captures": captures}
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index=index_flags)
     from ragkv.retriever.documents import find_files
 
     find_files(paths)  # a path that can't be used is told before a model is loaded
@@ -59,7 +63,9 @@ async def _index(config: Config, paths: list[Path]) -> "IngestReport":
 
 def ask(
     question: str,
-    policy: Annotated[str | None, typer.Option(help="Which cached tokens to recompute: none, query or full.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Which cached tokens to recompute: none, query+shift, full, …")
+    ] = None,
     budget: Annotated[float | None, typer.Option(help="Share of the cached tokens to recompute, 0 to 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks to retrieve.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,

@@ -59,8 +59,8 @@ def quality(
     data: Annotated[Path | None, typer.Option(help="Folder that holds the named datasets.")] = None,
     examples: Annotated[int, typer.Option(min=1, help="How many examples, from the first on.")] = 50,
     policies: Annotated[
-        str, typer.Option(help="POLICY@KV with commas between; KV is alone, anchor, mean, near or allmean.")
-    ] = "none@mean,query+shift:0.05@mean,cacheblend:0.15@alone",
+        str, typer.Option(help="POLICY@KV with commas between; KV is alone, anchor, random or near.")
+    ] = "none,query+shift:0.05,cacheblend:0.15@alone",
     captures: Annotated[int, typer.Option(min=1, help="Captures behind an average.")] = 4,
     ttft_examples: Annotated[int, typer.Option(min=0, help="On how many examples times are taken.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Results by example; a run goes on from what it holds.")] = None,
@@ -90,6 +90,21 @@ def quality(
     if not as_json:
         output.print_quality(rows)
         err.print(f"by example: {out}", style="dim", markup=False)
+
+
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(help="What `ragkv eval quality` wrote: a JSONL file for each dataset.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("report"),
+    against: Annotated[
+        str, typer.Option(help="Drift is also given as a ratio to this one's.")
+    ] = "cacheblend:0.15@alone",
+) -> None:
+    """One HTML page with pictures: drift by budget, score by TTFT, what was recomputed."""
+    from ragkv.evals import report as evaluation
+
+    typer.echo(evaluation.write(files, out, against))
 
 
 def _parse_lengths(text: str) -> list[int]:

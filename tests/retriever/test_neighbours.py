@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+
+from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.hashing import chunk_hash
+from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.neighbours import nearest
+
+
+def at(*degrees):
+    angles = np.deg2rad(np.array(degrees, dtype=np.float32))
+    return np.stack([np.cos(angles), np.sin(angles)], 1)
+
+
+def chunk(i):
+    return ChunkText(f"chunk {i}", (i, i + 1, i + 2))
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    catalog = Catalog(tmp_path / "catalog.sqlite")
+    catalog.put_document("old", "old", "digest", [chunk(0), chunk(1), chunk(2)], at(10, 50, 95))
+    yield catalog
+    catalog.close()
+
+
+@pytest.fixture
+def index(catalog, tmp_path):
+    index = VectorIndex(tmp_path / "index.faiss")
+    index.sync(catalog)
+    return index
+
+
+def names(*numbers):
+    return [chunk_hash(chunk(i).token_ids) for i in numbers]
+
+
+def test_the_nearest_of_old_and_new_best_first(catalog, index):
+    found = nearest(names(7, 8), at(12, 47), catalog, index, 2)
+    assert found == {names(7)[0]: names(0, 8), names(8)[0]: names(1, 7)}
+
+
+def test_a_chunk_is_not_its_own_neighbour_even_if_it_was_there_before(catalog, index):
+    assert nearest(names(1), at(50), catalog, index, 2) == {names(1)[0]: names(0, 2)}
+
+
+def test_the_first_chunk_of_all_has_none(tmp_path):
+    catalog = Catalog(tmp_path / "catalog.sqlite")
+    assert nearest(names(1), at(50), catalog, VectorIndex(tmp_path / "index.faiss"), 3) == {names(1)[0]: []}
+    catalog.close()
+
+
+def test_lengths_are_known_by_hash(catalog):
+    assert catalog.num_tokens([*names(0), "f" * 32]) == {names(0)[0]: 3}
