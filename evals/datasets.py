@@ -69,7 +69,7 @@ def _musique(data: Path) -> Dataset:
         _shuffle(paragraphs, row["id"])
         chunks = ["".join(paragraphs[i : i + 5]) for i in range(0, len(paragraphs), 5)]
         examples.append(Example(row["id"], chunks, row["question"], [row["answer"], *row["answer_aliases"]]))
-    return Dataset("musique", examples, "contains", 24)
+    return Dataset("musique", examples, "contains", 32)
 
 
 def _musique_s(data: Path) -> Dataset:
@@ -110,7 +110,7 @@ def _xquad(data: Path) -> Dataset:
             chunks = [f"{p['context']}\n\n" for p in [*article["paragraphs"], other]]
             _shuffle(chunks, qa["id"])
             examples.append(Example(qa["id"], chunks, qa["question"], [a["text"] for a in qa["answers"]]))
-    return Dataset("xquad", examples, "contains", 24)
+    return Dataset("xquad", examples, "contains", 32)
 
 
 def _samsum(data: Path) -> Dataset:

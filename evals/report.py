@@ -60,7 +60,8 @@ def write(files: Sequence[Path], out: Path, against: str) -> Path:
 
 def _read(file: Path) -> Results:
     try:
-        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        lines = file.read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
         return Results(rows[0]["dataset"], rows)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {error!r}") from error

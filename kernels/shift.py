@@ -15,16 +15,17 @@ def shifted(
     offsets: torch.Tensor,
     start: int,
     rotation: Rotation | None,
+    part: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K'(t) = R(t) (R(−t) K(t) + w mean_S [R(−s) (K_new(s) − K(s))]) and V'(t) = V(t) + w mean_S [V_new(s) − V(s)].
 
-    w = c / (c + DAMPING) for the c tokens in S: undamped, the shift hurts where few tokens speak.
+    w = part · c / (c + DAMPING) for the c tokens in S: undamped, the shift hurts where few tokens speak.
 
     k, v: `[Hkv, T, D]`, one layer of a cached chunk, its keys at the positions from `start` on. fresh_k, fresh_v:
     `[Hkv, c, D]`, the same layer of the tokens at `offsets` `[c]` in the chunk, as just computed. Returns new tensors;
     what they hold at `offsets` is of no meaning. Computes in float32.
     """
-    weight = len(offsets) / (len(offsets) + DAMPING)
+    weight = part * len(offsets) / (len(offsets) + DAMPING)
     mean_v = (fresh_v.float() - v[:, offsets].float()).mean(1, keepdim=True)
     moved_k = fresh_k.float() - k[:, offsets].float()
     if rotation is None:

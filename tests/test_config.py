@@ -39,7 +39,7 @@ def test_flags_win_over_environment_over_file_over_defaults(settings, monkeypatc
     config = load_config(file, model={"name": "flag"})
     assert (config.model.name, config.model.dtype, config.model.kv_cache_gib) == ("flag", "float32", 3)
     assert config.model.max_model_len is None
-    assert (config.answer.top_k, config.answer.policy) == (2, "query")
+    assert (config.answer.top_k, config.answer.policy) == (2, Config().answer.policy)
 
 
 def test_flags_that_are_none_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_bad_values_name_setting_value_and_place(settings, monkeypatch: pytest.M
     assert sorted(problems(file, answer={"budget": 2.0, "top_k": 0})) == [
         "answer.budget = 2.0 on the command line: Input should be less than or equal to 1",
         "answer.top_k = 0 on the command line: Input should be greater than or equal to 1",
-        "model.dtype = 'int3' in the environment: Input should be 'bfloat16', 'float16' or 'float32'",
+        "model.dtype = 'int3' in the environment: Input should be 'auto', 'bfloat16', 'float16' or 'float32'",
         f"server.port = 70000 in {file}: Input should be less than or equal to 65535",
     ]
 

