@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,3 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
     "samsum": _samsum,
     "multi_news": _multi_news,
 }
-
-
-def first(dataset: Dataset, num_examples: int) -> Dataset:
-    return replace(dataset, examples=dataset.examples[:num_examples])

@@ -42,6 +42,7 @@ KV_KINDS = {
 }
 DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24
+CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
 GREEDY_TOKENS, GOLD_TOKENS = 16, 48
 
 
@@ -67,8 +68,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Settings:
-    """captures: how many are averaged; ttft_examples: on how many examples times are taken, one request at a time."""
+    """examples: how many are run, from the first on; captures: how many are averaged; ttft_examples: on how many
+    examples times are taken, one request at a time."""
 
+    examples: int = 50
     captures: int = 4
     ttft_examples: int = 10
     chunk_tokens: int = 512
@@ -95,8 +98,9 @@ async def run(
         "chunk_tokens": settings.chunk_tokens,
     }
     done = read_results(out, identity)
-    todo = [e for e in dataset.examples if any((e.id, arm.label) not in done for arm in arms)]
-    progress(len(dataset.examples) - len(todo), len(dataset.examples))
+    examples = dataset.examples[: settings.examples]
+    todo = [e for e in examples if any((e.id, arm.label) not in done for arm in arms)]
+    progress(len(examples) - len(todo), len(examples))
     if todo:
         folder = models.resolve(config.model.name, config.home)
         with tempfile.TemporaryDirectory(prefix="ragkv-quality-", dir=out.parent) as store:
@@ -105,19 +109,19 @@ async def run(
                 if engine.unsupported:
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
                 bench = _Bench(engine, config, dataset, settings, LmdbStore(Path(store)))
-                await bench.prepare(arms)
+                await bench.prepare(arms, out.with_suffix(".npy"))
                 with out.open("a") as file:
                     for i, example in enumerate(todo):
                         missing = [arm for arm in arms if (example.id, arm.label) not in done]
-                        timed = dataset.examples.index(example) < settings.ttft_examples
+                        timed = examples.index(example) < settings.ttft_examples
                         for row in await bench.evaluate(example, missing, timed=timed):
                             done[example.id, row["arm"]] = row
                             file.write(json.dumps({**identity, **row}) + "\n")
                         file.flush()
-                        progress(len(dataset.examples) - len(todo) + i + 1, len(dataset.examples))
+                        progress(len(examples) - len(todo) + i + 1, len(examples))
             finally:
                 await engine.close()
-    ids = [example.id for example in dataset.examples]
+    ids = [example.id for example in examples]
     return [{**identity, **summary([done[id, arm.label] for id in ids], dataset)} for arm in arms]
 
 
@@ -192,8 +196,8 @@ class _Bench:
         self._nearest: dict[str, list[str]] = {}
         self._corpus: dict[str, list[int]] = {}
 
-    async def prepare(self, arms: Sequence[Arm]) -> None:
-        """Warm up, and get ready what averages see."""
+    async def prepare(self, arms: Sequence[Arm], vectors: Path) -> None:
+        """Warm up, and get ready what averages see. vectors: a file that keeps those of the corpus between runs."""
         kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
         await self._kv["anchor"].capture_anchor(self._engine, self._store)
         if "random" in kinds:
@@ -201,13 +205,18 @@ class _Bench:
             self._pool = _by_hash(self._chunks(example)[0] for example in examples)
             await self._kv["anchor"].capture(self._engine, self._store, self._pool, {})
         if "near" in kinds:
-            self._corpus = _by_hash(chunk for example in self._dataset.examples for chunk in self._chunks(example))
-            self._nearest = await asyncio.to_thread(self._find_nearest)
+            corpus = self._dataset.examples[: max(CORPUS_EXAMPLES, self._settings.examples)]
+            self._corpus = _by_hash(chunk for example in corpus for chunk in self._chunks(example))
+            self._nearest = await asyncio.to_thread(self._find_nearest, vectors)
         await self._generate([*anchor, *anchor], None, max_tokens=2)
 
-    def _find_nearest(self) -> dict[str, list[str]]:
-        embedder = Embedder(models.resolve(self._config.index.embedder, self._config.home))
-        vectors = embedder.embed([self._tokenizer.decode(chunk) for chunk in self._corpus.values()])
+    def _find_nearest(self, file: Path) -> dict[str, list[str]]:
+        if file.exists() and len(kept := np.load(file)) == len(self._corpus):
+            vectors = kept
+        else:
+            embedder = Embedder(models.resolve(self._config.index.embedder, self._config.home))
+            vectors = embedder.embed([self._tokenizer.decode(chunk) for chunk in self._corpus.values()])
+            np.save(file, vectors)
         digests, count = list(self._corpus), self._settings.captures - 1
         best = [np.argsort(-row)[: count + 1] for row in vectors @ vectors.T]
         return {h: [digests[j] for j in best[i] if j != i][:count] for i, h in enumerate(digests)}

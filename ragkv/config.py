@@ -68,7 +68,9 @@ class IndexConfig(Section):
 class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
-    policy: str = Field("query+shift", description="Which cached tokens to recompute: none, query+shift, full, …")
+    policy: str = Field(
+        "query-spread+shift", description="Which cached tokens to recompute: none, query, full, … (docs/policies.md)"
+    )
     budget: float = Field(0.05, ge=0, le=1, description="Share of the cached tokens to recompute")
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")

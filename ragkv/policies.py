@@ -32,23 +32,21 @@ COVERED_SHARE = 0.8  # adaptive: the share of the question's attention that S co
 LEAST_SHARE = 0.01  # adaptive: S is never less than this share of N
 GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: at each layer, so many times the budget stay
 
-_TEXT = re.compile(
-    r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift(?P<part>[\d.]+)?)?(:(?P<budget>.+))?"
-)
+_TEXT = re.compile(r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift)?(:(?P<budget>.+))?")
 
 
 @dataclass(frozen=True)
 class Policy:
     """A policy's name and its budget: the share (0 to 1) of the cached tokens to recompute.
 
-    shift: cached tokens that aren't recomputed move by so much (0 to 1) of the mean of what their chunk's recomputed
-    tokens moved (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1.
+    shift: cached tokens that aren't recomputed move by the mean of what their chunk's recomputed tokens moved
+    (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1.
     `none` and `full` ignore all of these. Raises ConfigError for an unknown name or a budget outside 0 to 1.
     """
 
     name: str
     budget: float = 0.05
-    shift: float = 0.0
+    shift: bool = False
     layers: tuple[float, float] = (1 / 3, 2 / 3)
 
     def __post_init__(self) -> None:
@@ -56,8 +54,6 @@ class Policy:
             raise ConfigError(f"unknown policy {self.name!r}; choose one of {', '.join(DESCRIPTIONS)}")
         if not 0 <= self.budget <= 1:
             raise ConfigError(f"budget {self.budget} is outside 0..1; it is the share of cached tokens to recompute")
-        if not 0 <= self.shift <= 1:
-            raise ConfigError(f"shift {self.shift:g} is outside 0..1")
         low, high = self.layers
         if not 0 <= low < high <= 1:
             raise ConfigError(f"layers {low:g}-{high:g} are not a part of 0-1")
@@ -76,8 +72,7 @@ class Policy:
             budget = float(given["budget"]) if given["budget"] else cls.budget
         except ValueError:
             raise ConfigError(f"budget {given['budget']!r} in policy {text!r} is not a number") from None
-        shift = float(given["part"] or 1) if given["shift"] else 0.0
-        return cls(given["name"], budget, shift, layers)
+        return cls(given["name"], budget, given["shift"] is not None, layers)
 
     @classmethod
     def of(cls, name: str, budget: float) -> "Policy":
@@ -103,8 +98,7 @@ class Policy:
     def title(self) -> str:
         """The name as in `parse`, without the budget."""
         part = "" if self.layers == Policy.layers else f"[{self.layers[0]:g}-{self.layers[1]:g}]"
-        shift = f"+shift{self.shift:g}" if self.shift else ""
-        return f"{self.name}{part}{shift.removesuffix('1') if self.shift == 1 else shift}"
+        return f"{self.name}{part}{'+shift' if self.shift else ''}"
 
     @property
     def label(self) -> str:

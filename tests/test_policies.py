@@ -8,14 +8,12 @@ from ragkv.policies import DESCRIPTIONS, Policy, chunk_heads, num_covering, top_
 def test_parsing():
     assert Policy.parse("query:0.15") == Policy("query", 0.15)
     assert Policy.parse("none") == Policy("none")
-    assert Policy.parse("query+shift:0.15") == Policy("query", 0.15, shift=1.0)
+    assert Policy.parse("query+shift:0.15") == Policy("query", 0.15, shift=True)
     assert Policy.parse("query[0.5-1]:0.1") == Policy("query", 0.1, layers=(0.5, 1.0))
-    assert Policy.of("query+shift", 0.2) == Policy("query", 0.2, shift=1.0)
+    assert Policy.of("query+shift", 0.2) == Policy("query", 0.2, shift=True)
 
 
-@pytest.mark.parametrize(
-    "text", ["none", "full", "query:0.15", "query[0.5-1]+shift:0.1", "query+shift0.5:0.1", "cacheblend-gradual:0.02"]
-)
+@pytest.mark.parametrize("text", ["none", "full", "query:0.15", "query[0.5-1]+shift:0.1", "cacheblend-gradual:0.02"])
 def test_a_label_is_what_was_parsed(text):
     assert Policy.parse(text).label == text
     assert Policy.parse(Policy.parse(text).label) == Policy.parse(text)

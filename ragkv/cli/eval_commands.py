@@ -77,11 +77,11 @@ def quality(
     from ragkv.evals import quality as evaluation
 
     arms = [evaluation.Arm.parse(text.strip()) for text in policies.split(",")]
-    loaded = datasets.first(datasets.load(dataset, data), examples)
+    loaded = datasets.load(dataset, data)
     name = f"{Path(dataset).stem}-{Path(config.model.name).name}-{config.model.dtype}-{captures}.jsonl"
     out = out or config.home / "evals" / name
     prepare(log_file(config), verbose)
-    settings = evaluation.Settings(captures, ttft_examples, config.index.chunk_tokens)
+    settings = evaluation.Settings(examples, captures, ttft_examples, config.index.chunk_tokens)
     with output.ExampleBar(dataset) as bar, log_in_errors(config):
         rows = asyncio.run(evaluation.run(config, loaded, arms, settings, out, bar.update))
     for row in rows:

@@ -14,7 +14,7 @@ import torch
 from ragkv.engine.job import Job, Report, Span
 from ragkv.engine.subset import Piece, SubsetForward
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import shifted
+from ragkv.kernels.shift import shift_weights, shifted
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
@@ -85,12 +85,12 @@ class Fill:
         spans_at: Callable[[int], Sequence[Span]],
         see: See | None = None,
         *,
-        shift: float = 0.0,
+        shift: bool = False,
         stage: Literal["probe_ms", "recompute_ms"] = "recompute_ms",
     ) -> None:
         """Compute `positions`, loading `spans_at(layer)` just before each layer attends.
 
-        shift: so much of what the tokens computed here teach about a loaded span is carried over to its other tokens.
+        shift: what the tokens computed here teach about a loaded span is carried over to the span's other tokens.
         Time goes to the report's `stage`, apart from the load's. Raises BadSpanError, with some layers written.
         """
         begin, loaded_before = time.perf_counter(), self._report.load_ms
@@ -98,7 +98,7 @@ class Fill:
         with self._source.store.snapshot() as snapshot:
 
             def before_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
-                loaded = [self._load(snapshot, layer, s, rows and rows(s), k, v, shift) for s in spans_at(layer)]
+                loaded = [self._load(snapshot, layer, s, rows and rows(s), k, v) for s in spans_at(layer)]
                 return see(layer, q, k, v, loaded) if see else None
 
             if len(positions):
@@ -118,7 +118,6 @@ class Fill:
         rows: tuple[torch.Tensor, torch.Tensor] | None,
         fresh_k: torch.Tensor,
         fresh_v: torch.Tensor,
-        shift: float,
     ) -> Loaded:
         """Write one layer of a span into the blocks."""
         begin = time.perf_counter()
@@ -126,7 +125,8 @@ class Fill:
         k, v = loaded.keys, loaded.kv.v
         if rows is not None and len(rows[0]):
             k_rows, v_rows = (x[rows[0]].transpose(0, 1) for x in (fresh_k, fresh_v))  # [Hkv, c, D]
-            k, v = shifted(k, v, k_rows, v_rows, rows[1], span.start, self._source.rotations[layer], shift)
+            weights = shift_weights(loaded.kv.spread, rows[1], k.shape[1])
+            k, v = shifted(k, v, k_rows, v_rows, rows[1], weights, span.start, self._source.rotations[layer])
         first = max(0, self._job.num_prefix - span.start)  # what vLLM's prefix cache has must not be written
         if first < span.end - span.start:
             self._subset.write(layer, k[:, first:], v[:, first:], self._slots[span.start + first : span.end])

@@ -99,7 +99,7 @@ class _Request:
         self._report.policy = policy.label
         if policy.name == "full" or not self._spans:
             self._count(self._writable)
-            yield from self._recompute(self._writable, (), slice_tokens, shift=0.0)
+            yield from self._recompute(self._writable, (), slice_tokens, shift=False)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             self._fill.run(self._uncached, lambda _layer: self._spans, stage="probe_ms")
@@ -154,7 +154,7 @@ class _Request:
         return candidates
 
     def _recompute(
-        self, selected: torch.Tensor, spans: Sequence[Span], slice_tokens: Callable[[], int], *, shift: float
+        self, selected: torch.Tensor, spans: Sequence[Span], slice_tokens: Callable[[], int], *, shift: bool
     ) -> Generator[None, None, None]:
         """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill.
 

@@ -4,19 +4,18 @@ from rope_reference import rope, table
 
 from ragkv.kernels.deviation import deviation
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import DAMPING, shifted
+from ragkv.kernels.shift import DAMPING, shift_weights, shifted
 
 START, SIZE = 37, 64
 
 
-def definition(k, v, fresh_k, fresh_v, offsets, rotated, neox):
+def definition(k, v, fresh_k, fresh_v, offsets, weights, rotated, neox):
     """Token by token, in float64: unrotate, take the mean of the differences, rotate to each place."""
-    weight = len(offsets) / (len(offsets) + DAMPING)
-    positions = START + torch.arange(k.shape[1])
+    positions, weights = START + torch.arange(k.shape[1]), weights.double()[:, None]
     differences = rope(fresh_k - k[:, offsets], -positions[offsets], rotated, neox)
     mean = differences.mean(1, keepdim=True)
     moved = torch.cat([rope(mean, position[None], rotated, neox) for position in positions], 1)
-    return k + weight * moved, v + weight * (fresh_v - v[:, offsets]).double().mean(1, keepdim=True)
+    return k + weights * moved, v + weights * (fresh_v - v[:, offsets]).double().mean(1, keepdim=True)
 
 
 @pytest.mark.parametrize("num_tokens, offsets", [(1, [0]), (63, [5, 6, 60]), (500, list(range(0, 500, 7)))])
@@ -28,8 +27,9 @@ def test_equals_the_definition(num_tokens, offsets, rotated, neox, dtype, tolera
     offsets = torch.tensor(offsets)
     fresh_k, fresh_v = (torch.randn(2, len(offsets), SIZE, generator=generator).to(dtype) for _ in range(2))
     rotation = Rotation.from_table(table(4096, rotated), neox)
-    found_k, found_v = shifted(k, v, fresh_k, fresh_v, offsets, START, rotation)
-    expected_k, expected_v = definition(k, v, fresh_k, fresh_v, offsets, rotated, neox)
+    weights = torch.rand(num_tokens, generator=generator)
+    found_k, found_v = shifted(k, v, fresh_k, fresh_v, offsets, weights, START, rotation)
+    expected_k, expected_v = definition(k, v, fresh_k, fresh_v, offsets, weights, rotated, neox)
     assert found_k.dtype == found_v.dtype == dtype
     torch.testing.assert_close(found_k.double(), expected_k.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(found_v.double(), expected_v.double(), atol=tolerance, rtol=tolerance)
@@ -41,7 +41,8 @@ def test_a_shift_common_to_all_tokens_is_found_again_but_for_the_damping():
     rotation = Rotation.from_table(table(256, SIZE), True)
     true_k, true_v = k + rotation.rotate(torch.ones_like(k), START + torch.arange(90)), v + 1
     offsets = torch.arange(0, 90, 2)
-    found_k, found_v = shifted(k, v, true_k[:, offsets], true_v[:, offsets], offsets, START, rotation)
+    weights = shift_weights(None, offsets, 90)
+    found_k, found_v = shifted(k, v, true_k[:, offsets], true_v[:, offsets], offsets, weights, START, rotation)
     left = DAMPING / (len(offsets) + DAMPING)
     torch.testing.assert_close((true_k - found_k).norm(), left * (true_k - k).norm(), rtol=1e-4, atol=0)
     torch.testing.assert_close(true_v - found_v, torch.full_like(v, left), rtol=1e-4, atol=1e-5)
@@ -49,8 +50,21 @@ def test_a_shift_common_to_all_tokens_is_found_again_but_for_the_damping():
 
 def test_keys_without_positions_move_like_values():
     k, fresh = torch.randn(1, 9, SIZE), torch.randn(1, 2, SIZE)
-    found_k, found_v = shifted(k, k, fresh, fresh, torch.tensor([1, 7]), START, None)
+    found_k, found_v = shifted(k, k, fresh, fresh, torch.tensor([1, 7]), torch.ones(9), START, None)
     assert torch.equal(found_k, found_v)
+
+
+def test_weights_follow_the_spread_and_are_bounded():
+    spread = torch.tensor([0.0, 1.0, 2.0, 100.0])
+    offsets = torch.tensor([1])
+    part = 1 / (1 + DAMPING)
+    assert shift_weights(None, offsets, 4).tolist() == pytest.approx([part] * 4)
+    assert shift_weights(spread, offsets, 4).tolist() == pytest.approx([0, part, 2 * part, 2 * part])
+
+
+def test_weights_are_numbers_even_where_nothing_varied():
+    for spread in (torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])):
+        assert bool(shift_weights(spread, torch.tensor([0]), 4).isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
