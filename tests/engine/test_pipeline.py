@@ -17,6 +17,7 @@ from ragkv.errors import ContextTooLongError, DocumentError, StoreError
 from ragkv.home import Home
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
+from ragkv.prompt import Prompt
 from ragkv.server import create_app
 
 pytestmark = pytest.mark.engine
@@ -86,6 +87,22 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
     assert answer.policy == "query:0.15" and answer.fallback is None
     assert timings.ttft_ms >= timings.load_ms + timings.probe_ms + timings.recompute_ms
     assert min(timings.load_ms, timings.probe_ms, timings.recompute_ms, timings.retrieve_ms) > 0
+
+
+def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
+    stats = pipeline._store.stats()
+    assert config.index.captures > 1
+    assert stats.num_records == 30 * (1 + 2 * (stats.num_chunks - 1))  # the anchor has no average
+    *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.1", fresh=True))
+    assert (answer.policy, answer.fallback) == ("query-spread+shift:0.1", None)
+
+
+def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, pipeline):
+    kv, store = pipeline._chunk_kv(runner.run(pipeline.start())), pipeline._store
+    known, end = sorted(set(store.chunk_hashes()) - {kv.anchor_hash})[:2], kv.anchor_span.end
+    prompt = Prompt([], end, [(end, end + 5), (end + 5, end + 9), (end + 9, end + 12)])
+    task = kv.task(prompt, [*known, "f" * 32], Policy("none"), store)
+    assert [span.anchor_hash for span in task.spans[1:]] == [kv.anchor_hash, kv.average_hash, kv.anchor_hash]
 
 
 def test_full_is_full_prefill(runner, pipeline):
@@ -195,14 +212,14 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
     folder = tmp_path / "corpus"
     folder.mkdir()
     words = sorted(TOPICS.values())
-    for i in range(60):
+    for i in range(24):
         text = " ".join(random.Random(i).choices(words, k=20))
         (folder / f"{i}.txt").write_text(f"Document {i}. {text}")
     environment = {**os.environ, "RAGKV_HOME": str(tmp_path / "home"), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "ragkv", "index", str(folder)]
     config = Config(home=tmp_path / "home")
     log = tmp_path / "log"
-    for records in (1, 600):
+    for records in (1, 900):  # among the first captures, among the averages
         with log.open("w") as output:
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
         deadline = time.monotonic() + 120
@@ -217,7 +234,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     with Home(config.home).open_catalog() as catalog:
-        assert len(catalog.documents()) == 60
+        assert len(catalog.documents()) == 24
         hashes = catalog.chunk_hashes()
     store = Home(config.home).open_store()
     assert store.verify().problems == []
@@ -225,7 +242,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
     assert store.stats().num_chunks == len(hashes) + 1  # and the anchor
     store.close()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "60 unchanged" in again.stdout
+    assert again.returncode == 0 and "24 unchanged" in again.stdout
     assert "starting vLLM" in done.stderr and "starting vLLM" not in again.stderr  # nothing to prefill
 
 
