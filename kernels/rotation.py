@@ -36,14 +36,27 @@ class Rotation:
             cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
         else:
             cos, sin = self.cos[shift.abs()], self.sin[shift.abs()] * shift.sign()[:, None]
-        rotated_size = 2 * cos.shape[-1]
-        if self.neox:
-            first, second = slice(0, rotated_size // 2), slice(rotated_size // 2, rotated_size)
-        else:
-            first, second = slice(0, rotated_size, 2), slice(1, rotated_size, 2)
+        first, second, rest = self._parts()
         a, b = k[..., first].float(), k[..., second].float()
         out = torch.empty_like(k, memory_format=torch.contiguous_format)
         out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
         out[..., second] = (b * cos).addcmul_(a, sin)
-        out[..., rotated_size:] = k[..., rotated_size:]
+        out[..., rest] = k[..., rest]
         return out
+
+    def add_rotated(self, k: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, start: int) -> None:
+        """Add weights[t] · R(start + t) x to token t of `k` `[..., T, D]` float32. x: `[..., 1, D]`; weights: `[T]`."""
+        weights, tokens = weights[:, None], slice(start, start + k.shape[-2])
+        cos, sin = self.cos[tokens] * weights, self.sin[tokens] * weights
+        first, second, rest = self._parts()
+        a, b = x[..., first], x[..., second]
+        k[..., first].addcmul_(cos, a).addcmul_(sin, b, value=-1)
+        k[..., second].addcmul_(cos, b).addcmul_(sin, a)
+        k[..., rest].addcmul_(weights, x[..., rest])
+
+    def _parts(self) -> tuple[slice, slice, slice]:
+        """The dimensions of the two halves of the pairs, and those that aren't rotated."""
+        size = 2 * self.cos.shape[-1]
+        if self.neox:
+            return slice(0, size // 2), slice(size // 2, size), slice(size, None)
+        return slice(0, size, 2), slice(1, size, 2), slice(size, None)

@@ -39,12 +39,13 @@ def shifted(
     `[Hkv, c, D]`, the same layer of the tokens at `offsets` `[c]` in the chunk, as just computed. weights: `[T]`.
     Returns new tensors; what they hold at `offsets` is of no meaning. Computes in float32.
     """
-    weights = weights[:, None]
     mean_v = (fresh_v.float() - v[:, offsets].float()).mean(1, keepdim=True)
+    shifted_v = torch.addcmul(v.float(), weights[:, None], mean_v)
     moved_k = fresh_k.float() - k[:, offsets].float()
+    shifted_k = k.to(torch.float32, copy=True)
     if rotation is None:
-        shift_k = moved_k.mean(1, keepdim=True)
+        shifted_k.addcmul_(weights[:, None], moved_k.mean(1, keepdim=True))
     else:
         mean_k = rotation.rotate(moved_k, -(start + offsets)).mean(1, keepdim=True)
-        shift_k = rotation.rotate(mean_k.expand_as(k), start + torch.arange(k.shape[1], device=k.device))
-    return (k.float() + weights * shift_k).to(k.dtype), (v.float() + weights * mean_v).to(v.dtype)
+        rotation.add_rotated(shifted_k, mean_k, weights, start)
+    return shifted_k.to(k.dtype), shifted_v.to(v.dtype)
