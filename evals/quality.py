@@ -278,6 +278,7 @@ class _Bench:
                     "tokens": len(prompt.token_ids),
                     "recomputed_share": sum(end - start for start, end in report.recomputed_runs)
                     / prompt.chunk_ranges[-1][1],
+                    "covered": report.covered,
                     "ttft_ms": ttft_ms,
                     "baseline_ttft_ms": baseline_ms,
                     **shown,

@@ -228,4 +228,5 @@ def print_quality(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['score_full']:.3f}",
             *(f"{value:,.0f} ms" if value else "-" for value in times),
         )
+    out.width = max(out.width, 115)  # names are long: rather lines that wrap than values cut off
     out.print(table)

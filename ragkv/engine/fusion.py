@@ -137,7 +137,10 @@ class _Request:
         if policy.name == "adaptive":
             least = int(LEAST_SHARE * int(self._cached.sum()))
             budget = min(budget, max(least, num_covering(ballot.votes, self._eligible)))
-        return top_voted(ballot.votes, self._eligible, budget)
+        chosen = top_voted(ballot.votes, self._eligible, budget)
+        all_votes = float(ballot.votes[self._eligible].sum())
+        self._report.covered = float(ballot.votes[chosen].sum()) / all_votes if all_votes else None
+        return chosen
 
     def _choose_by_deviation(self, policy: Policy, budget: int) -> torch.Tensor:
         """Run everything through the layers below the one that is looked at; gradually: then only what was chosen."""

@@ -119,6 +119,7 @@ class Report:
     reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
     missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify; the anchor counts as a chunk.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
+    covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
     logprobs: of a ScoreTask, float32 bytes `[m, V]` for each continuation.
     problem: why a chunk, or the whole job, was computed instead (None if all went well).
     """
@@ -133,6 +134,7 @@ class Report:
     probe_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
+    covered: float | None = None
     logprobs: list[bytes] = field(default_factory=list)
     problem: str | None = None
     failed: bool = False

@@ -78,6 +78,15 @@ def test_budgets_are_kept_and_what_is_exact_is_left(harness, anchor, chunks, que
     assert all(start >= len(anchor) + CHUNK_TOKENS for start, _ in report.recomputed_runs)
 
 
+def test_a_larger_budget_covers_more_of_the_questions_attention(harness, anchor, chunks, question):
+    covered = []
+    for policy in ("query:0.02", "query:0.2", "query:1", "epic:0.2"):
+        token_ids, task = lay_out(anchor, chunks, question, policy)
+        covered.append(harness.ask_now(token_ids, task, max_tokens=1).report.covered)
+    assert 0.02 < covered[0] < covered[1] < covered[2] == pytest.approx(1)
+    assert covered[3] is None
+
+
 def test_epic_recomputes_the_heads(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks[:3], question, "epic:0.05")
     runs = harness.ask_now(token_ids, task, max_tokens=1).report.recomputed_runs
