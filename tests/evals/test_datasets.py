@@ -7,8 +7,8 @@ import pytest
 from ragkv.errors import ConfigError
 from ragkv.evals import datasets
 
-DATA = Path(os.environ.get("RAGKV_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no evaluation data in {DATA}")
+DATA = Path(os.environ.get("EVALUATION_DATA", "no/such/folder"))
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="EVALUATION_DATA doesn't name the folder of the datasets")
 
 
 @needs_data
