@@ -26,6 +26,7 @@ from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
 from ragkv.errors import ConfigError, ModelError
+from ragkv.evals import rows as result_rows
 from ragkv.evals import scores
 from ragkv.evals.datasets import Dataset, Example
 from ragkv.policies import Policy
@@ -92,12 +93,14 @@ async def run(
     """
     identity = {
         "dataset": dataset.name,
+        "score_name": dataset.score,
+        "score_ceiling": round(dataset.ceiling, 4),
         "model": config.model.name,
         "dtype": config.model.dtype,
         "captures": settings.captures,
         "chunk_tokens": settings.chunk_tokens,
     }
-    done = read_results(out, identity)
+    done = result_rows.read(out, identity)
     examples = dataset.examples[: settings.examples]
     todo = [e for e in examples if any((e.id, arm.label) not in done for arm in arms)]
     progress(len(examples) - len(todo), len(examples))
@@ -122,63 +125,7 @@ async def run(
             finally:
                 await engine.close()
     ids = [example.id for example in examples]
-    return [{**identity, **summary([done[id, arm.label] for id in ids], dataset)} for arm in arms]
-
-
-def read_results(out: Path, identity: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """What an earlier run wrote, by example and arm. A line that an interruption cut off is passed over."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return rows
-    lines = out.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        out.write_text("".join(lines))
-    for line in lines:
-        row = json.loads(line)
-        other = {name: row.get(name) for name in identity if row.get(name) != identity[name]}
-        if other:
-            raise ConfigError(f"{out} is of another run ({other}, now {identity}); choose another --out")
-        rows[row["example"], row["arm"]] = row
-    return rows
-
-
-def summary(rows: Sequence[dict[str, Any]], dataset: Dataset) -> dict[str, Any]:
-    """Means over examples, with 95% bootstrap intervals; of differences from full prefill where that says more."""
-
-    def column(name: str) -> npt.NDArray[np.float64]:
-        return np.array([row[name] for row in rows], dtype=float)
-
-    def rounded(values: tuple[float, ...]) -> list[float]:
-        return [round(value, 5) for value in values]
-
-    timed = [row for row in rows if row["ttft_ms"]]
-    return {
-        "policy": rows[0]["policy"],
-        "budget": rows[0]["budget"],
-        "kv": rows[0]["kv"],
-        "anchored": rows[0]["kv"] != "alone",
-        "examples": len(rows),
-        "kl": round(float(column("kl").mean()), 5),
-        "kl_interval": rounded(scores.interval(column("kl"))),
-        "agreement": round(column("agreement").mean(), 4),
-        "agreement_interval": rounded(scores.interval(column("agreement"))),
-        "gold_nll": round(column("gold_nll").mean(), 4),
-        "gold_nll_difference": round((column("gold_nll") - column("gold_nll_full")).mean(), 4),
-        "gold_nll_interval": rounded(scores.interval(column("gold_nll") - column("gold_nll_full"))),
-        "score": round(column("score").mean(), 4),
-        "score_full": round(column("score_full").mean(), 4),
-        "score_interval": rounded(scores.interval(column("score") - column("score_full"))),
-        "score_name": dataset.score,
-        "score_ceiling": round(dataset.ceiling, 4),
-        "word_f1": round(column("word_f1").mean(), 4),
-        "word_f1_full": round(column("word_f1_full").mean(), 4),
-        "recomputed_share": round(column("recomputed_share").mean(), 4),
-        "tokens": round(column("tokens").mean()),
-        "ttft_ms": round(float(np.median([row["ttft_ms"] for row in timed])), 1) if timed else None,
-        "baseline_ttft_ms": round(float(np.median([row["baseline_ttft_ms"] for row in timed])), 1) if timed else None,
-    }
+    return [result_rows.summary([{**identity, **done[id, arm.label]} for id in ids]) for arm in arms]
 
 
 class _Bench:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -18,8 +17,7 @@ import numpy as np
 
 from ragkv.errors import ConfigError
 from ragkv.evals import scores
-
-Row = dict[str, Any]
+from ragkv.evals.rows import Row, summary
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,12 @@ def _read(file: Path) -> Results:
         raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {error!r}") from error
 
 
-def _values(rows: dict[str, Row], name: str) -> list[float]:
-    return [row[name] for row in rows.values()]
-
-
 def _draw_drift(result: Results, file: Path) -> None:
     """Mean KL against budget, a line for each policy and kind of KV, with 95% intervals."""
-    lines: dict[str, list[tuple[float, float, tuple[float, float]]]] = {}
-    for rows in result.arms.values():
-        row, kl = next(iter(rows.values())), _values(rows, "kl")
+    lines: dict[str, list[tuple[float, float, list[float]]]] = {}
+    for row in map(summary, (list(rows.values()) for rows in result.arms.values())):
         if row["policy"] != "full":
-            point = (row["budget"], float(np.mean(kl)), scores.interval(kl))
-            lines.setdefault(f"{row['policy']}@{row['kv']}", []).append(point)
+            lines.setdefault(f"{row['policy']}@{row['kv']}", []).append((row["budget"], row["kl"], row["kl_interval"]))
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, points in lines.items():
         budgets, means, intervals = zip(*sorted(points), strict=True)
@@ -94,23 +86,20 @@ def _draw_drift(result: Results, file: Path) -> None:
 def _draw_scores(result: Results, file: Path) -> bool:
     """Score against TTFT, a point for each arm; False if no times were taken."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    drawn = False
+    drawn = {}
     for label, rows in result.arms.items():
-        timed = [row for row in rows.values() if row["ttft_ms"]]
-        if timed:
-            drawn = True
-            x, y = float(np.median([row["ttft_ms"] for row in timed])), float(np.mean(_values(rows, "score")))
-            axes.plot(x, y, "o", label=label)
-            full_x = float(np.median([row["baseline_ttft_ms"] for row in timed]))
-            full_y = float(np.mean(_values(rows, "score_full")))
+        row = summary(list(rows.values()))
+        if row["ttft_ms"]:
+            axes.plot(row["ttft_ms"], row["score"], "o", label=label)
+            drawn = row
     if drawn:
-        axes.plot(full_x, full_y, "k*", markersize=12, label="full prefill by vLLM")
+        axes.plot(drawn["baseline_ttft_ms"], drawn["score_full"], "k*", markersize=12, label="full prefill by vLLM")
         axes.set(xlabel="TTFT, ms (median)", ylabel="score", title=result.dataset, xlim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         figure.savefig(file, dpi=130)
     plt.close(figure)
-    return drawn
+    return bool(drawn)
 
 
 def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
@@ -129,25 +118,22 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
     )
     table = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
     for label, rows in arms.items():
-        kl = _values(rows, "kl")
-        low, high = scores.interval(kl)
+        row = summary(list(rows.values()))
         ratio = "-"
         if reference is not None and (ids := [id for id in rows if id in reference]):
             pair = [rows[id]["kl"] for id in ids], [reference[id]["kl"] for id in ids]
-            ratio_low, ratio_high = scores.ratio_interval(*pair)
-            ratio = f"{np.mean(pair[0]) / np.mean(pair[1]):.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"
-        nll = np.array(_values(rows, "gold_nll")) - np.array(_values(rows, "gold_nll_full"))
-        times = [row["ttft_ms"] for row in rows.values() if row["ttft_ms"]]
+            low, high = scores.ratio_interval(*pair)
+            ratio = f"{np.mean(pair[0]) / np.mean(pair[1]):.2f} [{low:.2f}, {high:.2f}]"
         cells = (
             label,
-            len(rows),
-            f"{np.mean(kl):.4f} [{low:.4f}, {high:.4f}]",
+            row["examples"],
+            "{:.4f} [{:.4f}, {:.4f}]".format(row["kl"], *row["kl_interval"]),
             ratio,
-            f"{np.mean(_values(rows, 'agreement')):.3f}",
-            f"{nll.mean():+.3f}",
-            f"{np.mean(_values(rows, 'score')):.3f}",
-            f"{np.mean(_values(rows, 'score_full')):.3f}",
-            f"{np.median(times):,.0f} ms" if times else "-",
+            f"{row['agreement']:.3f}",
+            f"{row['gold_nll_difference']:+.3f}",
+            f"{row['score']:.3f}",
+            f"{row['score_full']:.3f}",
+            f"{row['ttft_ms']:,.0f} ms" if row["ttft_ms"] else "-",
         )
         table.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     images = "".join(f'<img src="{picture.name}" alt="{picture.stem}">' for picture in pictures)

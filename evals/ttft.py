@@ -4,7 +4,6 @@ Everything runs on one engine, interleaved: in each round the baseline, then eve
 request; nothing is taken from vLLM's prefix cache by either side. Medians over the rounds.
 """
 
-import asyncio
 import tempfile
 import time
 import uuid
@@ -18,13 +17,15 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ragkv import models
-from ragkv.config import Config
+from ragkv.chunk_kv import ChunkKV
+from ragkv.config import Config, IndexConfig
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
+from ragkv.engine.job import FuseTask, Report
 from ragkv.errors import ConfigError, ModelError
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.store.lmdb_store import LmdbStore
 
 QUESTION = "Which statement is used to handle an exception, and what does its else clause do?"
 
@@ -44,8 +45,9 @@ async def run(
 ) -> None:
     """Measure, and `emit` one row for each prompt length and policy as soon as it is known.
 
-    tokens: prompt lengths, cut from English text (the Python manual) in chunks of `index.chunk_tokens`. KV is stored in
-    a temporary folder. Raises ConfigError for a length that the model's context can't hold.
+    tokens: prompt lengths, cut from English text (the Python manual) in chunks of `index.chunk_tokens`, captured as an
+    index is: `index.captures` times, behind the text's other chunks. KV is stored in a temporary folder. Raises
+    ConfigError for a length that the model's context can't hold.
     """
     folder = models.resolve(config.model.name, config.home)
     layout = PromptLayout(folder)
@@ -54,7 +56,7 @@ async def run(
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index.chunk_tokens)
+            bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index, LmdbStore(Path(store)))
             for num_tokens in tokens:
                 for row in await bench.measure(num_tokens, policies, repeats):
                     emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
@@ -63,28 +65,31 @@ async def run(
 
 
 class _Bench:
-    def __init__(self, engine: Engine, layout: PromptLayout, text: list[int], chunk_tokens: int) -> None:
-        self._engine, self._layout, self._text, self._chunk_tokens = engine, layout, text, chunk_tokens
+    def __init__(
+        self, engine: Engine, layout: PromptLayout, text: list[int], index: IndexConfig, store: LmdbStore
+    ) -> None:
+        self._engine, self._layout, self._text, self._store = engine, layout, text, store
+        self._chunk_tokens = index.chunk_tokens
         self._question = layout.question_tokens(QUESTION)
-        self._anchor_hash = chunk_hash(layout.anchor)
+        self._kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, index.captures)
 
     async def measure(self, num_tokens: int, policies: Sequence[Policy], repeats: int) -> list[dict[str, Any]]:
         """Rows of one prompt length. The first round warms up and isn't counted."""
-        prompt, task_spans = await self._prepare(num_tokens)
+        prompt, digests = await self._prepare(num_tokens)
         samples: list[list[_Sample]] = [[] for _ in policies]
         baseline: list[_Sample] = []
         for _ in range(1 + repeats):
             baseline.append(await self._ask(prompt, None))
             for policy, collected in zip(policies, samples, strict=True):
-                collected.append(await self._ask(prompt, FuseTask(task_spans, policy)))
+                collected.append(await self._ask(prompt, self._kv.task(prompt, digests, policy, self._store)))
         baseline_ms = median(sample.ttft_ms for sample in baseline[1:])
         return [
             _row(prompt, policy, collected[1:], baseline_ms)
             for policy, collected in zip(policies, samples, strict=True)
         ]
 
-    async def _prepare(self, num_tokens: int) -> tuple[Prompt, tuple[Span, ...]]:
-        """Cut the chunks, and capture each behind the anchor; in the prompt, the last one cut comes first."""
+    async def _prepare(self, num_tokens: int) -> tuple[Prompt, list[str]]:
+        """Cut the chunks and capture them; in the prompt, the last one cut comes first. Returns their hashes too."""
         anchor = self._layout.anchor
         room = num_tokens - len(anchor) - len(self._question)
         if room < 1 or num_tokens >= self._engine.max_model_len:
@@ -93,18 +98,12 @@ class _Bench:
                 f"and anchor and question alone take {len(anchor) + len(self._question)}"
             )
         chunks = [self._text[i : min(i + self._chunk_tokens, room)] for i in range(0, room, self._chunk_tokens)][::-1]
-        prompt = self._layout.assemble(chunks, self._question)
-        root = Span(0, len(anchor), self._anchor_hash, ROOT_HASH)
-        captures = [self._engine.capture(anchor, CaptureTask(root))]
-        for chunk in chunks:
-            span = Span(len(anchor), len(anchor) + len(chunk), chunk_hash(chunk), self._anchor_hash)
-            captures.append(self._engine.capture([*anchor, *chunk], CaptureTask(span)))
-        await asyncio.gather(*captures)
-        spans = [
-            Span(start, end, chunk_hash(chunk), self._anchor_hash)
-            for chunk, (start, end) in zip(chunks, prompt.chunk_ranges, strict=True)
-        ]
-        return prompt, (root, *spans)
+        by_hash = {chunk_hash(chunk): chunk for chunk in chunks}
+        spans = {digest: self._kv.span(digest, len(chunk)) for digest, chunk in by_hash.items()}
+        others = {digest: [span for other, span in spans.items() if other != digest] for digest in by_hash}
+        await self._kv.capture_anchor(self._engine, self._store)
+        await self._kv.capture(self._engine, self._store, by_hash, others)
+        return self._layout.assemble(chunks, self._question), list(map(chunk_hash, chunks))
 
     async def _ask(self, prompt: Prompt, task: FuseTask | None) -> _Sample:
         begin = time.perf_counter()

@@ -134,13 +134,18 @@ class Fill:
         return loaded
 
 
+def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:
+    """Which of these positions `[T]` lie in the span."""
+    return ((positions >= span.start) & (positions < span.end)).nonzero().flatten()
+
+
 def _rows(positions: torch.Tensor, device: torch.device) -> Callable[[Span], tuple[torch.Tensor, torch.Tensor]]:
     """Which rows of a pass over `positions` lie in a span, and their offsets in it."""
     span_to_rows: dict[Span, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         if span not in span_to_rows:
-            inside = ((positions >= span.start) & (positions < span.end)).nonzero().flatten()
+            inside = rows_in(positions, span)
             span_to_rows[span] = (inside.to(device), (positions[inside] - span.start).to(device))
         return span_to_rows[span]
 

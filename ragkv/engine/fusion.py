@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ragkv.engine.fill import BadSpanError, Fill, Source, piece
+from ragkv.engine.fill import BadSpanError, Fill, Source, piece, rows_in
 from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span
 from ragkv.engine.probes import Deviations, Votes
 from ragkv.policies import (
@@ -174,7 +174,7 @@ class _Request:
             bound = int(selected[end]) if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             part = selected[done:end]
-            moved = [s for s in reached if bool(((part >= s.start) & (part < s.end)).any())] if shift else []
+            moved = [s for s in reached if len(rows_in(part, s))] if shift else []
 
             def spans_at(
                 layer: int, reached: Sequence[Span] = reached, moved: Sequence[Span] = moved
@@ -188,7 +188,7 @@ class _Request:
 def _past_span(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:
     """The first index from `end` on that cuts no span's selected tokens in two."""
     for span in spans:
-        inside = ((selected >= span.start) & (selected < span.end)).nonzero().flatten()
+        inside = rows_in(selected, span)
         if len(inside) and int(inside[0]) < end <= int(inside[-1]):
             return int(inside[-1]) + 1
     return end

@@ -2,7 +2,7 @@
 
 import torch
 
-from ragkv.engine.fill import Loaded
+from ragkv.engine.fill import Loaded, rows_in
 from ragkv.engine.subset import SubsetForward
 from ragkv.kernels.deviation import deviation
 from ragkv.kernels.query_scores import query_scores, visibility
@@ -74,7 +74,7 @@ class Deviations:
             return False
         fresh = (k if self._of_keys else v).transpose(0, 1)  # [Hkv, T, D]
         for item in loaded:
-            rows = ((self._positions >= item.span.start) & (self._positions < item.span.end)).nonzero().flatten()
+            rows = rows_in(self._positions, item.span)
             offsets = (self._positions[rows] - item.span.start).to(fresh.device)
             cached = (item.keys if self._of_keys else item.kv.v)[:, offsets]
             self.deviations[self._positions[rows]] = deviation(fresh[:, rows.to(fresh.device)], cached).cpu()

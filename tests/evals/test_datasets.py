@@ -42,6 +42,58 @@ def test_the_gold_answer_is_there_to_be_found():
     assert datasets.load("musique_s", DATA).ceiling == pytest.approx(103 / 150)
 
 
+@pytest.fixture
+def small(tmp_path):
+    """One or a few rows of each dataset, in the formats they are published in."""
+    for name in ("musique", "xquad", "samsum", "multi_news"):
+        (tmp_path / name).mkdir()
+    paragraphs = [{"title": f"T{i}", "paragraph_text": f"Text {i}.", "is_supporting": i == 3} for i in range(20)]
+    row = {"id": "a", "paragraphs": paragraphs, "question": "Who?", "answer": "Ann", "answer_aliases": ["Anna"]}
+    write(tmp_path / "musique" / "musique_200.jsonl", row)
+    contexts = [{"title": f"T{i}", "text": "ann was here" if i == 4 else "nobody"} for i in range(10)]
+    rows = [{"ctxs": contexts, "question": "Who?", "answers": answers} for answers in (["Ann"], ["Bob"])]
+    (tmp_path / "musique" / "musique_s.json").write_text(json.dumps(rows))
+    articles = [
+        {
+            "title": f"A{a}",
+            "paragraphs": [
+                {
+                    "context": f"Context {a}.{p}",
+                    "qas": [
+                        {"id": f"{a}.{p}", "question": f"Q{a}.{p}?", "answers": [{"text": "x", "answer_start": 0}]}
+                    ],
+                }
+                for p in range(5)
+            ],
+        }
+        for a in range(3)
+    ]
+    (tmp_path / "xquad" / "xquad.en.json").write_text(json.dumps({"data": articles}))
+    dialogues = [{"dialogue": f"A: {i}", "summary": f"S{i}"} for i in range(12)]
+    (tmp_path / "samsum" / "samsum_val.json").write_text(json.dumps(dialogues))
+    news = {"_id": "n", "context": "Passage 1:\nOne.NEWLINE_CHAR Passage 2:\nTwo.", "answers": "['A summary.']"}
+    write(tmp_path / "multi_news" / "multi_news.jsonl", news)
+    return tmp_path
+
+
+def test_published_formats(small):
+    (musique,) = datasets.load("musique", small).examples
+    assert len(musique.chunks) == 4 and "Text 3." in "".join(musique.chunks)
+    assert musique.answers == ["Ann", "Anna"]
+    musique_s = datasets.load("musique_s", small)
+    assert len(musique_s.examples[0].chunks) == 10 and musique_s.ceiling == 0.5
+    xquad = datasets.load("xquad", small).examples
+    assert [example.question[:2] for example in xquad[:4]] == ["Q0", "Q1", "Q2", "Q0"]
+    for example in xquad:
+        article, _, _ = example.id.partition(".")
+        assert sum(chunk.startswith(f"Context {article}.") for chunk in example.chunks) == 5
+        assert len(example.chunks) == 6
+    samsum = datasets.load("samsum", small).examples
+    assert all(len(set(e.chunks)) == 10 and e.answers[0] not in "".join(e.chunks).split() for e in samsum)
+    (news,) = datasets.load("multi_news", small).examples
+    assert news.chunks == ["One.\n\n", "Two.\n\n"] and news.answers == ["A summary."]
+
+
 def write(file, *rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragkv import models
+from ragkv.config import EMBEDDED_EMBEDDER
 from ragkv.errors import ModelError
 from ragkv.retriever.embedder import Embedder
 
@@ -14,9 +16,10 @@ from ragkv.retriever.embedder import Embedder
 @pytest.fixture(scope="module")
 def embedder() -> Embedder:
     home = Path(os.environ.get("RAGKV_HOME", "~/.ragkv")).expanduser()
-    path = Path(os.environ.get("RAGKV_TEST_EMBEDDER", home / "models" / "all-minilm-l6-v2"))
-    if not path.is_dir():
-        pytest.skip(f"no embedder at {path}; set RAGKV_TEST_EMBEDDER to a sentence-transformers folder")
+    try:
+        path = models.resolve(EMBEDDED_EMBEDDER, home)
+    except ModelError as error:
+        pytest.skip(f"{error} (`make models` fetches it)")
     return Embedder(path, device="cpu", batch_size=4)
 
 

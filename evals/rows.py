@@ -1,0 +1,81 @@
+"""What `ragkv eval quality` writes, a row for each example and arm: read again, and summed up.
+
+Knows nothing about models.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ragkv.errors import ConfigError
+from ragkv.evals import scores
+
+Row = dict[str, Any]
+_SAME = ("dataset", "model", "dtype", "captures", "arm", "policy", "budget", "kv", "score_name", "score_ceiling")
+
+
+def read(file: Path, identity: dict[str, Any]) -> dict[tuple[str, str], Row]:
+    """What an earlier run wrote, by example and arm; the file is rid of a line that an interruption cut off.
+
+    Raises ConfigError if the run had another `identity` (dataset, model, settings).
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return rows
+    lines = file.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+        file.write_text("".join(lines))
+    for line in lines:
+        row = json.loads(line)
+        other = {name: row.get(name) for name in identity if row.get(name) != identity[name]}
+        if other:
+            raise ConfigError(f"{file} is of another run ({other}, now {identity}); choose another --file")
+        rows[row["example"], row["arm"]] = row
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """One arm's means over examples, with 95% bootstrap intervals; of differences from full prefill where that says
+    more, and medians of the times."""
+
+    def column(name: str) -> npt.NDArray[np.float64]:
+        return np.array([row[name] for row in rows], dtype=float)
+
+    def mean(values: npt.NDArray[np.float64]) -> float:
+        return round(float(values.mean()), 5)
+
+    def interval(values: npt.NDArray[np.float64]) -> list[float]:
+        return [round(value, 5) for value in scores.interval(values)]
+
+    def median_of(name: str) -> float | None:
+        times = [row[name] for row in rows if row["ttft_ms"]]
+        return round(float(np.median(times)), 1) if times else None
+
+    nll, score = column("gold_nll") - column("gold_nll_full"), column("score") - column("score_full")
+    return {
+        **{name: rows[0][name] for name in _SAME},
+        "anchored": rows[0]["kv"] != "alone",
+        "examples": len(rows),
+        "kl": mean(column("kl")),
+        "kl_interval": interval(column("kl")),
+        "agreement": mean(column("agreement")),
+        "agreement_interval": interval(column("agreement")),
+        "gold_nll": mean(column("gold_nll")),
+        "gold_nll_difference": mean(nll),
+        "gold_nll_interval": interval(nll),
+        "score": mean(column("score")),
+        "score_full": mean(column("score_full")),
+        "score_interval": interval(score),
+        "word_f1": mean(column("word_f1")),
+        "word_f1_full": mean(column("word_f1_full")),
+        "recomputed_share": mean(column("recomputed_share")),
+        "tokens": round(mean(column("tokens"))),
+        "ttft_ms": median_of("ttft_ms"),
+        "baseline_ttft_ms": median_of("baseline_ttft_ms"),
+    }
