@@ -355,7 +355,7 @@ class Pipeline:
         """Fused KV is an approximation: it is shared only by requests that would compute the same one."""
         if policy.name == "full" or not self._fuses:
             return None
-        scope = chunk_hash(prompt.token_ids) if policy.depends_on_question else ""
+        scope = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
         return f"ragkv-{policy.label}-{scope}"
 
     def _finished(self, answer: Answer, output: EngineOutput) -> Answer:

@@ -87,11 +87,12 @@ class Policy:
 
     @property
     def recomputes_some(self) -> bool:
+        """If so, the KV it leaves behind depends on the whole prompt: budget and choice go over all of its chunks."""
         return self.chooses_by_budget and self.budget > 0
 
     @property
-    def depends_on_question(self) -> bool:
-        """Whether two questions over the same chunks leave different KV behind."""
+    def asks_the_question(self) -> bool:
+        """Whether the question is run over the stale cache first, to vote for tokens."""
         return self.name in VOTING and self.budget > 0
 
     @property

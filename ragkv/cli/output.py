@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Prefilling chunks"}
+STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Capturing KV"}
 MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
 MIB = 1 << 20
 
