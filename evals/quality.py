@@ -44,6 +44,7 @@ KV_KINDS = {
 DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24
 CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
+KEPT_BYTES = 24 << 30  # KV is kept between examples, which share chunks, up to about this size
 GREEDY_TOKENS, GOLD_TOKENS = 16, 48
 
 
@@ -88,8 +89,7 @@ async def run(
 ) -> list[dict[str, Any]]:
     """Evaluate what `out`, a JSONL file, hasn't got yet, append it there, and return a summary row for each arm.
 
-    progress gets the number of examples done and their total. KV lives in a temporary folder, and is deleted after each
-    example. Raises ConfigError if `out` is of a run with other settings.
+    progress gets the number of examples done and their total. KV lives in a temporary folder beside `out`. Raises ConfigError if `out` is of a run with other settings.
     """
     identity = {
         "dataset": dataset.name,
@@ -250,8 +250,8 @@ class _Bench:
         engine, store, once = self._engine, self._store, self._kv["anchor"]
         if "alone" in kinds:
             spans = [Span(0, len(chunk), digest, ROOT_HASH) for digest, chunk in chunks.items()]
-            captures = zip(chunks.values(), map(CaptureTask, spans), strict=True)
-            await asyncio.gather(*(engine.capture(chunk, task) for chunk, task in captures))
+            missing = [span for span in spans if not store.contains(once.key(span))]
+            await asyncio.gather(*(engine.capture(chunks[s.chunk_hash], CaptureTask(s)) for s in missing))
         if "anchor" in kinds:
             await once.capture(engine, store, chunks, {})
         if "random" in kinds:
@@ -274,7 +274,9 @@ class _Bench:
         return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)
 
     def _forget(self) -> None:
-        """Delete what the example needed, but the pool and the anchor."""
+        """Delete all KV but that of the pool and the anchor, once it has grown too large."""
+        if self._store.stats().size_bytes < KEPT_BYTES:
+            return
         kept = {*self._pool, self._kv["anchor"].anchor_hash}
         self._store.delete(set(self._store.chunk_hashes()) - kept)
 
