@@ -89,7 +89,8 @@ async def run(
 ) -> list[dict[str, Any]]:
     """Evaluate what `out`, a JSONL file, hasn't got yet, append it there, and return a summary row for each arm.
 
-    progress gets the number of examples done and their total. KV lives in a temporary folder beside `out`. Raises ConfigError if `out` is of a run with other settings.
+    progress gets the number of examples done and their total. KV lives in a temporary folder beside `out`. Raises
+    ConfigError if `out` is of a run with other settings.
     """
     identity = {
         "dataset": dataset.name,
