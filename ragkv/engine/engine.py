@@ -173,10 +173,11 @@ class Engine:
         The first row is of what follows the prompt. Policy `full` gives vLLM's own. Raises ModelError if the model
         can't be fused or the fusion failed.
         """
-        longest = max(continuations, key=len)
+        longest = max(map(len, continuations))
         score = ScoreTask(task, len(token_ids), tuple(tuple(tokens) for tokens in continuations))
         report = Report(problem=self.unsupported, failed=True)
-        prompt = [*token_ids, *longest]
+        # Not with a continuation itself: if vLLM's prefix cache has all of it, there is nothing left to ask us for.
+        prompt = [*token_ids, *[token_ids[0]] * (longest + 1)]
         async for output in self.generate(prompt, score, max_tokens=1, salt=salt or f"score-{uuid.uuid4().hex}"):
             report = output.report or report
         if report.failed:

@@ -106,6 +106,15 @@ def test_scores_of_full_prefill_are_vllms_own(harness, anchor, chunks, question)
     np.testing.assert_allclose(other_rows[0], rows[0], atol=2e-3)
 
 
+def test_scores_where_the_prefix_cache_has_it_all(harness, text):
+    block_size = harness.engine._llm.vllm_config.cache_config.block_size
+    token_ids = text[: block_size - 15]  # with 16 more, all but the last token is one block
+    greedy = harness.ask_now(token_ids, max_tokens=20, salt="shared").token_ids[:16]
+    scored = harness.engine.score(token_ids, FuseTask((), Policy("full")), (greedy,), salt="shared")
+    (rows,), _ = harness.run(scored)
+    assert list(rows.argmax(1)) == greedy
+
+
 def test_shifts_are_the_same_in_slices(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks, question, "query+shift:0.4")
     alone = harness.ask_now(token_ids, task)
