@@ -227,6 +227,7 @@ class _Bench:
                     "recomputed_share": sum(end - start for start, end in report.recomputed_runs)
                     / prompt.chunk_ranges[-1][1],
                     "covered": report.covered,
+                    "evenness": report.evenness,
                     "ttft_ms": ttft_ms,
                     "baseline_ttft_ms": baseline_ms,
                     **shown,

@@ -5,6 +5,7 @@ what the probe saw (votes, deviations), some only at where the chunks lie. Token
 that is not a policy's business. N is the number of cached tokens, S the chosen set.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,14 +26,19 @@ DESCRIPTIONS = {
     "full": "recompute everything: exact, what fusion is measured against",
 }
 SHIFT = "behind the name of a policy, move what isn't recomputed by what the recomputed tokens of its chunk teach"
+FULL = "behind the name of a policy that votes, recompute everything for questions that ask for all of the text"
 VOTING = ("query", "query-spread", "adaptive")
 DEVIATION = ("cacheblend", "cacheblend-k", "cacheblend-gradual")
 
-COVERED_SHARE = 0.8  # adaptive: the share of the question's attention that S covers
+COVERED_SHARE = 0.6  # adaptive: the share of the question's attention that S covers
+FULL_BELOW = 0.755  # +full: the evenness of the question's attention below which everything is recomputed
 LEAST_SHARE = 0.01  # adaptive: S is never less than this share of N
 GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: at each layer, so many times the budget stay
 
-_TEXT = re.compile(r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift)?(:(?P<budget>.+))?")
+_TEXT = re.compile(
+    r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift)?"
+    r"(?P<full>\+full(\[(?P<below>[\d.]+)\])?)?(:(?P<budget>.+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,16 @@ class Policy:
     """A policy's name and its budget: the share (0 to 1) of the cached tokens to recompute.
 
     shift: cached tokens that aren't recomputed move by the mean of what their chunk's recomputed tokens moved
-    (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1.
-    `none` and `full` ignore all of these. Raises ConfigError for an unknown name or a budget outside 0 to 1.
+    (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1. full_below:
+    everything is recomputed where the evenness of the votes lies below it. `none` and `full` ignore all of these.
+    Raises ConfigError for an unknown name or a budget outside 0 to 1.
     """
 
     name: str
     budget: float = 0.05
     shift: bool = False
     layers: tuple[float, float] = (1 / 3, 2 / 3)
+    full_below: float = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in DESCRIPTIONS:
@@ -59,20 +67,28 @@ class Policy:
             raise ConfigError(f"layers {low:g}-{high:g} are not a part of 0-1")
         if self.shift and not self.chooses_by_budget:
             raise ConfigError(f"+shift means nothing for policy {self.name!r}: it recomputes no part of a chunk")
+        if self.full_below and self.name not in VOTING:
+            raise ConfigError(
+                f"+full means nothing for policy {self.name!r}: it takes no votes; {', '.join(VOTING)} do"
+            )
+        if not 0 <= self.full_below <= 1:
+            raise ConfigError(f"+full[{self.full_below:g}] is outside 0..1; it is the evenness of the votes")
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Read `none`, `query:0.15`, `query+shift:0.15` or `query[0.5-1]+shift:0.15` (with the layers that vote)."""
+        """Read `none`, `query:0.15`, `query+shift:0.15`, `query+full`, `query+full[0.7]` (with the evenness below which
+        everything is recomputed) or `query[0.5-1]:0.15` (with the layers that vote)."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ConfigError(f"policy {text!r} is not NAME[:BUDGET]; choose one of {', '.join(DESCRIPTIONS)}")
         given = match.groupdict()
         try:
             layers = (float(given["low"]), float(given["high"])) if given["low"] else cls.layers
+            below = float(given["below"] or FULL_BELOW) if given["full"] else cls.full_below
             budget = float(given["budget"]) if given["budget"] else cls.budget
         except ValueError:
             raise ConfigError(f"budget {given['budget']!r} in policy {text!r} is not a number") from None
-        return cls(given["name"], budget, given["shift"] is not None, layers)
+        return cls(given["name"], budget, given["shift"] is not None, layers, below)
 
     @classmethod
     def of(cls, name: str, budget: float) -> "Policy":
@@ -99,7 +115,8 @@ class Policy:
     def title(self) -> str:
         """The name as in `parse`, without the budget."""
         part = "" if self.layers == Policy.layers else f"[{self.layers[0]:g}-{self.layers[1]:g}]"
-        return f"{self.name}{part}{'+shift' if self.shift else ''}"
+        below = "" if self.full_below == FULL_BELOW else f"[{self.full_below:g}]"
+        return f"{self.name}{part}{'+shift' * self.shift}{f'+full{below}' if self.full_below else ''}"
 
     @property
     def label(self) -> str:
@@ -150,6 +167,19 @@ def num_covering(votes: torch.Tensor, eligible: torch.Tensor, share: float = COV
     if not len(ranked):
         return 0
     return min(len(ranked), int((ranked < share * ranked[-1]).sum()) + 1)
+
+
+def evenness(votes: torch.Tensor, eligible: torch.Tensor) -> float:
+    """`+full`: the entropy of the votes of the eligible tokens over its largest possible value, from 0 to 1.
+
+    Questions that ask for all of the text (list, count, compare, summarise) give less of their attention to the words
+    that a pointed question looks for, and more to the few tokens that always draw it: their votes are less even
+    (docs/decisions/0008). 1 where nothing is eligible.
+    """
+    shares = votes[eligible] / votes[eligible].sum().clamp(min=1e-30)
+    if len(shares) < 2:
+        return 1.0
+    return float(torch.special.entr(shares).sum()) / math.log(len(shares))
 
 
 def top_deviating(deviations: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from ragkv.errors import ConfigError
-from ragkv.policies import DESCRIPTIONS, Policy, chunk_heads, num_covering, top_deviating, top_voted
+from ragkv.policies import (
+    DESCRIPTIONS,
+    FULL_BELOW,
+    Policy,
+    chunk_heads,
+    evenness,
+    num_covering,
+    top_deviating,
+    top_voted,
+)
 
 
 def test_parsing():
@@ -10,10 +19,23 @@ def test_parsing():
     assert Policy.parse("none") == Policy("none")
     assert Policy.parse("query+shift:0.15") == Policy("query", 0.15, shift=True)
     assert Policy.parse("query[0.5-1]:0.1") == Policy("query", 0.1, layers=(0.5, 1.0))
+    assert Policy.parse("query+full:0.1") == Policy("query", 0.1, full_below=FULL_BELOW)
+    assert Policy.parse("adaptive+shift+full[0.6]") == Policy("adaptive", shift=True, full_below=0.6)
     assert Policy.of("query+shift", 0.2) == Policy("query", 0.2, shift=True)
 
 
-@pytest.mark.parametrize("text", ["none", "full", "query:0.15", "query[0.5-1]+shift:0.1", "cacheblend-gradual:0.02"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "none",
+        "full",
+        "query:0.15",
+        "query[0.5-1]+shift:0.1",
+        "cacheblend-gradual:0.02",
+        "query+full:0.05",
+        "query-spread+shift+full[0.7]:0.05",
+    ],
+)
 def test_a_label_is_what_was_parsed(text):
     assert Policy.parse(text).label == text
     assert Policy.parse(Policy.parse(text).label) == Policy.parse(text)
@@ -24,9 +46,20 @@ def test_every_policy_can_be_had_by_its_name(name):
     assert Policy.parse(name).name == name
 
 
-@pytest.mark.parametrize("text", ["none+shift", "full+shift", "query[0.5-0.5]", "query[0.9-1.5]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "none+shift",
+        "full+shift",
+        "query[0.5-0.5]",
+        "query[0.9-1.5]",
+        "cacheblend+full",
+        "epic+full[0.5]",
+        "query+full[2]",
+    ],
+)
 def test_what_means_nothing_is_refused(text):
-    with pytest.raises(ConfigError, match="means nothing|not a part"):
+    with pytest.raises(ConfigError, match=r"means nothing|not a part|outside 0\.\.1"):
         Policy.parse(text)
 
 
@@ -96,6 +129,18 @@ def test_covering_takes_more_tokens_where_attention_is_spread():
     assert num_covering(torch.ones(100), eligible, 0.8) == 80
     assert num_covering(torch.ones(100), eligible, 1.0) == 100
     assert num_covering(torch.ones(100), ~eligible, 0.8) == 0
+
+
+def test_attention_is_even_or_not():
+    eligible = torch.ones(100, dtype=torch.bool)
+    eligible[90:] = False
+    assert evenness(torch.ones(100), eligible) == pytest.approx(1)
+    assert evenness(torch.ones(100) * 1e-6, eligible) == pytest.approx(1)
+    peaked = torch.zeros(100)
+    peaked[[3, 95]] = 1
+    assert evenness(peaked, eligible) == pytest.approx(0)
+    assert evenness(torch.zeros(100), eligible) == 0
+    assert evenness(torch.ones(100), torch.zeros_like(eligible)) == 1
 
 
 def test_heads_of_chunks_share_the_budget():

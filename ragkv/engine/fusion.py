@@ -21,6 +21,7 @@ from ragkv.policies import (
     VOTING,
     Policy,
     chunk_heads,
+    evenness,
     num_covering,
     top_deviating,
     top_voted,
@@ -56,6 +57,8 @@ class Fusion:
         num_unusable = report.missing_chunks + report.corrupt_chunks
         if num_unusable:
             report.problem = f"{num_unusable} of {len(job.task.spans)} chunks had no usable KV in the store"
+        elif report.evenness is not None and report.evenness < job.task.policy.full_below:
+            report.problem = f"the question asks for all of the text: evenness {report.evenness:.3f}"
         elif report.policy != job.task.policy.label:
             report.problem = "less than half of the prompt is cached"
         return report
@@ -98,16 +101,23 @@ class _Request:
             policy = Policy("full")
         self._report.policy = policy.label
         if policy.name == "full" or not self._spans:
-            self._count(self._writable)
-            yield from self._recompute(self._writable, (), slice_tokens, shift=False)
+            yield from self._recompute_all(slice_tokens)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             self._fill.run(self._uncached, lambda _layer: self._spans, stage="probe_ms")
         else:
             chosen = self._choose(policy)
+            if self._report.evenness is not None and self._report.evenness < policy.full_below:
+                self._report.policy = "full"
+                yield from self._recompute_all(slice_tokens)
+                return
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
             yield from self._recompute(selected, self._spans, slice_tokens, shift=policy.shift)
+
+    def _recompute_all(self, slice_tokens: Callable[[], int]) -> Generator[None, None, None]:
+        self._count(self._writable)
+        yield from self._recompute(self._writable, (), slice_tokens, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
         self._report.recomputed_tokens = len(computed)
@@ -138,8 +148,9 @@ class _Request:
             least = int(LEAST_SHARE * int(self._cached.sum()))
             budget = min(budget, max(least, num_covering(ballot.votes, self._eligible)))
         chosen = top_voted(ballot.votes, self._eligible, budget)
-        all_votes = float(ballot.votes[self._eligible].sum())
-        self._report.covered = float(ballot.votes[chosen].sum()) / all_votes if all_votes else None
+        attention = float(ballot.attention[self._eligible].sum())
+        self._report.covered = float(ballot.attention[chosen].sum()) / attention if attention else None
+        self._report.evenness = evenness(ballot.attention, self._eligible)
         return chosen
 
     def _choose_by_deviation(self, policy: Policy, budget: int) -> torch.Tensor:

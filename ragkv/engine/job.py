@@ -120,6 +120,7 @@ class Report:
     missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify; the anchor counts as a chunk.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
     covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
+    evenness: of that attention (`ragkv.policies.evenness`).
     logprobs: of a ScoreTask, float32 bytes `[m, V]` for each continuation.
     problem: why a chunk, or the whole job, was computed instead (None if all went well).
     """
@@ -135,6 +136,7 @@ class Report:
     recompute_ms: float = 0.0
     recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
     covered: float | None = None
+    evenness: float | None = None
     logprobs: list[bytes] = field(default_factory=list)
     problem: str | None = None
     failed: bool = False

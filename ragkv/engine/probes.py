@@ -11,8 +11,8 @@ from ragkv.kernels.query_scores import query_scores, visibility
 class Votes:
     """The attention of some tokens of the pass (the question's), by position `[N]`, summed over heads and `layers`.
 
-    positions: of the pass; voters: which of its rows vote; spread: a token's votes in each layer are weighed by its
-    KV's spread there, where the record has one. The pass ends with the last voting layer.
+    positions: of the pass; voters: which of its rows vote; spread: in `votes`, each layer's attention to a token is
+    weighed by its KV's spread there, where the record has one. The pass ends with the last voting layer.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class Votes:
         self._subset, self._positions, self._voters, self._layers = subset, positions, voters, layers
         self._weigh = spread
         self._hidden: dict[int | None, torch.Tensor | None] = {}  # what the voters can't see, by sliding window
+        self.attention = torch.zeros(num_tokens)
         self.votes = torch.zeros(num_tokens)
 
     def see(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, loaded: list[Loaded]) -> bool:
@@ -46,9 +47,8 @@ class Votes:
         soft_cap = getattr(attention.impl, "logits_soft_cap", None) or 0.0
         scores = query_scores(q[self._voters], keys, self._hidden[window], attention.impl.scale, soft_cap)
         scores = scores[: len(cached)].cpu()
-        if self._weigh:
-            scores *= _spreads(loaded)
-        self.votes[cached] += scores
+        self.attention[cached] += scores
+        self.votes[cached] += scores * _spreads(loaded) if self._weigh else scores
 
 
 def _spreads(loaded: list[Loaded]) -> torch.Tensor:

@@ -87,6 +87,20 @@ def test_a_larger_budget_covers_more_of_the_questions_attention(harness, anchor,
     assert covered[3] is None
 
 
+def test_everything_is_recomputed_where_attention_is_less_even(harness, anchor, chunks, question):
+    token_ids, task = lay_out(anchor, chunks, question, "query+shift:0.05")
+    evenness = harness.ask_now(token_ids, task, max_tokens=1).report.evenness
+    assert 0.3 < evenness < 0.98
+    token_ids, task = lay_out(anchor, chunks, question, f"query+shift+full[{evenness - 0.01:.3f}]:0.05")
+    report = harness.ask_now(token_ids, task, max_tokens=1).report
+    assert (report.policy, report.problem) == (task.policy.label, None)
+    token_ids, task = lay_out(anchor, chunks, question, f"query+shift+full[{evenness + 0.01:.3f}]:0.05")
+    found = harness.ask_now(token_ids, task)
+    assert (found.report.policy, found.report.reused_tokens) == ("full", 0)
+    assert "asks for all of the text" in found.report.problem
+    assert_same(found, harness.ask_now(token_ids))
+
+
 def test_epic_recomputes_the_heads(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks[:3], question, "epic:0.05")
     runs = harness.ask_now(token_ids, task, max_tokens=1).report.recomputed_runs
