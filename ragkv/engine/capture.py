@@ -1,11 +1,13 @@
 """Captures chunks' KV at index time: once behind the anchor, or averaged over several contexts."""
 
 import logging
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from ragkv.engine.fill import BadSpanError, Fill, Loaded, Source, piece
+from ragkv.engine.fill import BadSpanError, Fill, Source, piece
 from ragkv.engine.job import AverageTask, CaptureTask, Job, Report, Span
 from ragkv.kernels.rotation import Rotation
 from ragkv.store.record import LayerKV
@@ -37,50 +39,92 @@ class Capture:
         self._subset.run(pieces, keep)
         self._source.store.put(zip(map(self._source.key, spans), chunk_layers, strict=True))
 
-    def average(self, job: Job) -> Generator[None, None, Report]:
-        """Capture the chunk behind the anchor and each other chunk, and store the mean; yields between captures.
+    def begin(self, job: Job, task: AverageTask) -> "Average":
+        return Average(job, task, _Mean(self._source.rotations, task.span.start), deque(task.others))
 
-        Another chunk whose KV is no longer there is left out. Raises BadSpanError for the chunk's own or the anchor's.
+    def average(self, averages: Sequence["Average"]) -> list["Average"]:
+        """Capture each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
+
+        A context whose KV is no longer there is left out. Raises BadSpanError for the anchor's or a chunk's own KV, and
+        StoreError if there is no space.
         """
-        task = job.task
-        assert isinstance(task, AverageTask)
-        report = Report(policy="average")
-        mean = _Mean(self._source.rotations, task.span.start)
+        for average in averages:
+            if not average.mean.count:
+                self._add_alone(average)
+        unfinished = [average for average in averages if average.contexts]
+        try:
+            captured = self._capture_behind_contexts(unfinished) if unfinished else []
+        except BadSpanError as error:
+            concerned = [average for average in unfinished if average.contexts[0] == error.span]
+            if not concerned:
+                raise
+            logger.warning("%s; left out of an average", error)
+            for average in concerned:
+                average.contexts.popleft()
+            return []
+        for average, layers in zip(unfinished, captured, strict=True):
+            average.add(layers)
+        complete = [average for average in averages if not average.contexts]
+        if complete:
+            self._source.store.put((self._source.key(a.task.span), a.mean.layers()) for a in complete)
+        return complete
+
+    def _add_alone(self, average: "Average") -> None:
+        alone = average.task.alone
         with self._source.store.snapshot() as snapshot:
             for layer in range(len(self._subset.layers)):
-                kv = self._source.read(snapshot, layer, task.alone).kv
-                mean.add(layer, kv.k, kv.v, task.alone.start)
-        mean.count = 1
-        for other in task.others:
-            yield
-            try:
-                captured = self._capture_behind(job, task, other, report)
-            except BadSpanError as error:
-                if error.span == task.anchor:
-                    raise
-                logger.warning("%s; left out of an average", error)
-                continue
-            for layer, (k, v) in enumerate(captured):
-                mean.add(layer, k, v, other.end)
-            mean.count += 1
-        self._source.store.put([(self._source.key(task.span), mean.layers())])
-        return report
+                kv = self._source.read(snapshot, layer, alone).kv
+                average.mean.add(layer, kv.k, kv.v, alone.start)
+        average.mean.count = 1
 
-    def _capture_behind(
-        self, job: Job, task: AverageTask, other: Span, report: Report
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's K and V `[Hkv, T, D]` of the chunk, computed behind the anchor and one other chunk."""
-        chunk = job.token_ids[task.span.start : task.span.end]
-        behind = Job(job.request_id, task, [*job.token_ids[: other.end], *chunk], job.block_ids, num_prefix=0)
-        captured: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _capture_behind_contexts(self, averages: Sequence["Average"]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Each layer's K and V `[Hkv, T, D]` of each chunk, computed behind the anchor and its next context."""
+        jobs = [average.behind_next() for average in averages]
+        fills = [Fill(self._source, job, Report()) for job in jobs]
+        starts = [average.contexts[0].end for average in averages]
+        positions = [torch.arange(start, len(job.token_ids)) for start, job in zip(starts, jobs, strict=True)]
+        sizes = list(map(len, positions))
+        captured: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
+        with self._source.store.snapshot() as snapshot:
 
-        def keep(_layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _loaded: list[Loaded]) -> None:
-            captured.append((k.transpose(0, 1).clone(), v.transpose(0, 1).clone()))
+            def before_layer(layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+                parts = zip(averages, fills, captured, torch.split(k, sizes), torch.split(v, sizes), strict=True)
+                for average, fill, layers, k_part, v_part in parts:
+                    for span in (average.task.anchor, average.contexts[0]):
+                        fill.load(snapshot, layer, span)
+                    layers.append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
 
-        positions = torch.arange(other.end, other.end + len(chunk))
-        Fill(self._source, behind, report).run(positions, lambda _layer: (task.anchor, other), keep)
-        report.recomputed_tokens += len(chunk)
+            self._subset.run(list(map(piece, jobs, positions)), before_layer)
         return captured
+
+
+@dataclass(eq=False)
+class Average:
+    """A chunk's average in the making. contexts: what it is still to be captured behind, apart from the anchor."""
+
+    job: Job
+    task: AverageTask
+    mean: "_Mean"
+    contexts: deque[Span]
+    num_computed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens its next capture computes."""
+        return self.task.span.end - self.task.span.start
+
+    def behind_next(self) -> Job:
+        """A prompt of the anchor, the next context and the chunk. The context's KV comes from the store, so it doesn't
+        matter what its tokens are."""
+        chunk = self.job.token_ids[self.task.span.start : self.task.span.end]
+        return replace(self.job, token_ids=[*self.job.token_ids[: self.contexts[0].end], *chunk], num_prefix=0)
+
+    def add(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        position = self.contexts.popleft().end
+        for layer, (k, v) in enumerate(layers):
+            self.mean.add(layer, k, v, position)
+        self.mean.count += 1
+        self.num_computed += self.num_tokens
 
 
 class _Mean:

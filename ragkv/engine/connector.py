@@ -21,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ragkv.engine.capture import Capture
+from ragkv.engine.capture import Average, Capture
 from ragkv.engine.fill import Source
 from ragkv.engine.fusion import Fusion
 from ragkv.engine.job import (
     PARAMS_KEY,
+    AverageTask,
     CaptureTask,
     FuseTask,
     Job,
@@ -193,6 +194,7 @@ class _WorkerSide:
         self._max_batch_tokens = max_batch_tokens
         self._slice_tokens = max_batch_tokens
         self._captures: deque[Job] = deque()
+        self._averages: deque[Average] = deque()
         self._sliced: deque[tuple[Job, Generator[None, None, Report]]] = deque()
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -201,25 +203,25 @@ class _WorkerSide:
     def step(self, work: StepWork) -> None:
         self._slice_tokens = _BUSY_SLICE_TOKENS if work.busy else self._max_batch_tokens
         for job in work.jobs:
-            if isinstance(job.task, CaptureTask):
-                self._captures.append(job)
-            else:
-                self._sliced.append((job, self._slices(job)))
+            match job.task:
+                case CaptureTask():
+                    self._captures.append(job)
+                case AverageTask():
+                    self._averages.append(self._capture.begin(job, job.task))
+                case _:
+                    self._sliced.append((job, self._slices(job)))
         if work.aborted:
             self._drop(work.aborted)
         if self._sliced:
             self._run_slice()
         elif self._captures:
             self._capture_batch()
+        elif self._averages:
+            self._average_batch()
 
     def _slices(self, job: Job) -> Generator[None, None, Report]:
-        match job.task:
-            case FuseTask():
-                return self._fusion.fuse(job, lambda: self._slice_tokens)
-            case ScoreTask():
-                return self._fusion.score(job, lambda: self._slice_tokens)
-            case _:
-                return self._capture.average(job)
+        run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
+        return run(job, lambda: self._slice_tokens)
 
     def _run_slice(self) -> None:
         job, slices = self._sliced[0]
@@ -247,6 +249,26 @@ class _WorkerSide:
         for job in jobs:
             self._finish(job, Report(policy="capture", recomputed_tokens=len(job.token_ids)))
 
+    def _average_batch(self) -> None:
+        """One more capture of the first chunks in the queue: of as many as fit in a slice, at least of one."""
+        batch: list[Average] = []
+        num_tokens = 0
+        for average in self._averages:
+            num_tokens += average.num_tokens
+            if batch and num_tokens > self._slice_tokens:
+                break
+            batch.append(average)
+        try:
+            ended = self._capture.average(batch)
+        except Exception as error:
+            ended = batch
+            for average in batch:
+                self._fail(average.job, error)
+        else:
+            for average in ended:
+                self._finish(average.job, Report(policy="average", recomputed_tokens=average.num_computed))
+        self._averages = deque(average for average in self._averages if average not in ended)
+
     def _finish(self, job: Job, report: Report) -> None:
         self._finished.add(job.request_id)
         self._reports[job.request_id] = report
@@ -261,8 +283,10 @@ class _WorkerSide:
     def _drop(self, aborted: set[str]) -> None:
         dropped = [job for job, _ in self._sliced if job.request_id in aborted]
         dropped += [job for job in self._captures if job.request_id in aborted]
+        dropped += [average.job for average in self._averages if average.job.request_id in aborted]
         self._sliced = deque(item for item in self._sliced if item[0].request_id not in aborted)
         self._captures = deque(job for job in self._captures if job.request_id not in aborted)
+        self._averages = deque(item for item in self._averages if item.job.request_id not in aborted)
         self._finished.update(job.request_id for job in dropped)
 
     def take_finished(self) -> set[str] | None:

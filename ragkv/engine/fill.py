@@ -40,6 +40,9 @@ class Loaded:
 # Called before each layer attends, with q, k and v `[T, H, D]` of the tokens in the pass; True ends the pass.
 See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, list[Loaded]], bool | None]
 
+# Recomputed tokens of a span: their offsets in it `[c]`, and their fresh K and V `[Hkv, c, D]`.
+Taught = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class Source:
     """Where a worker's chunk KV comes from, and how it is moved. rotations: one for each layer (`find_rotations`)."""
@@ -94,11 +97,11 @@ class Fill:
         Time goes to the report's `stage`, apart from the load's. Raises BadSpanError, with some layers written.
         """
         begin, loaded_before = time.perf_counter(), self._report.load_ms
-        rows = _rows(positions, self._subset.device) if shift else None
+        taught = _taught_by(positions, self._subset.device) if shift else None
         with self._source.store.snapshot() as snapshot:
 
             def before_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
-                loaded = [self._load(snapshot, layer, s, rows and rows(s), k, v) for s in spans_at(layer)]
+                loaded = [self.load(snapshot, layer, s, taught(s, k, v) if taught else None) for s in spans_at(layer)]
                 return see(layer, q, k, v, loaded) if see else None
 
             if len(positions):
@@ -110,23 +113,21 @@ class Fill:
         elapsed_ms = 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
         setattr(self._report, stage, getattr(self._report, stage) + elapsed_ms)
 
-    def _load(
+    def load(
         self,
         snapshot: Snapshot,
         layer: int,
         span: Span,
-        rows: tuple[torch.Tensor, torch.Tensor] | None,
-        fresh_k: torch.Tensor,
-        fresh_v: torch.Tensor,
+        taught: Taught | None = None,
     ) -> Loaded:
-        """Write one layer of a span into the blocks."""
+        """Write one layer of a span into the blocks, shifted by what its recomputed tokens have `taught`."""
         begin = time.perf_counter()
         loaded = self._source.read(snapshot, layer, span)
         k, v = loaded.keys, loaded.kv.v
-        if rows is not None and len(rows[0]):
-            k_rows, v_rows = (x[rows[0]].transpose(0, 1) for x in (fresh_k, fresh_v))  # [Hkv, c, D]
-            weights = shift_weights(loaded.kv.spread, rows[1], k.shape[1])
-            k, v = shifted(k, v, k_rows, v_rows, rows[1], weights, span.start, self._source.rotations[layer])
+        if taught is not None and len(taught[0]):
+            offsets, fresh_k, fresh_v = taught
+            weights = shift_weights(loaded.kv.spread, offsets, k.shape[1])
+            k, v = shifted(k, v, fresh_k, fresh_v, offsets, weights, span.start, self._source.rotations[layer])
         first = max(0, self._job.num_prefix - span.start)  # what vLLM's prefix cache has must not be written
         if first < span.end - span.start:
             self._subset.write(layer, k[:, first:], v[:, first:], self._slots[span.start + first : span.end])
@@ -139,17 +140,18 @@ def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:
     return ((positions >= span.start) & (positions < span.end)).nonzero().flatten()
 
 
-def _rows(positions: torch.Tensor, device: torch.device) -> Callable[[Span], tuple[torch.Tensor, torch.Tensor]]:
-    """Which rows of a pass over `positions` lie in a span, and their offsets in it."""
+def _taught_by(positions: torch.Tensor, device: torch.device) -> Callable[[Span, torch.Tensor, torch.Tensor], Taught]:
+    """From K and V `[T, Hkv, D]` of a pass over `positions`, those of the tokens that lie in a span."""
     span_to_rows: dict[Span, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rows(span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    def taught(span: Span, k: torch.Tensor, v: torch.Tensor) -> Taught:
         if span not in span_to_rows:
             inside = rows_in(positions, span)
             span_to_rows[span] = (inside.to(device), (positions[inside] - span.start).to(device))
-        return span_to_rows[span]
+        rows, offsets = span_to_rows[span]
+        return offsets, k[rows].transpose(0, 1), v[rows].transpose(0, 1)
 
-    return rows
+    return taught
 
 
 def piece(job: Job, positions: torch.Tensor) -> Piece:

@@ -35,11 +35,15 @@ def span_of(anchor, chunk, before=None):
     return Span(len(anchor), len(anchor) + len(chunk), chunk_hash(chunk), before or chunk_hash(anchor))
 
 
-def average(harness, anchor, chunk, others, name):
+def averaging(harness, anchor, chunk, others, name):
     root = Span(0, len(anchor), chunk_hash(anchor), ROOT_HASH)
     others = tuple(span_of(anchor, other) for other in others)
     task = AverageTask(root, span_of(anchor, chunk), span_of(anchor, chunk, name), others)
-    harness.run(harness.engine.capture([*anchor, *chunk], task))
+    return harness.engine.capture([*anchor, *chunk], task)
+
+
+def average(*args):
+    args[0].run(averaging(*args))
 
 
 def stored(harness, chunk, before):
@@ -178,6 +182,28 @@ def test_a_chunk_gone_is_left_out_of_an_average(harness, anchor, chunks, text):
     average(harness, anchor, chunks[3], [chunks[2]], expected := average_hash(chunk_hash(anchor), "test", 2))
     for found, wanted in zip(stored(harness, chunks[3], name), stored(harness, chunks[3], expected), strict=True):
         np.testing.assert_allclose(found.k, wanted.k, atol=1e-5)
+
+
+def test_averages_made_together_are_those_made_alone(harness, anchor, chunks, text):
+    alone, together = (average_hash(chunk_hash(anchor), name, 3) for name in ("alone", "together"))
+    others = {i: [chunks[(i + 1) % 4], text[7000:7100], chunks[(i + 2) % 4]][: 1 + i] for i in range(4)}
+    for i in range(4):
+        average(harness, anchor, chunks[i], others[i], alone)
+
+    async def all_at_once():
+        made = [asyncio.ensure_future(averaging(harness, anchor, chunks[i], others[i], together)) for i in range(4)]
+        aborted = asyncio.ensure_future(averaging(harness, anchor, chunks[4], chunks[:3], together))
+        decode = asyncio.ensure_future(harness.ask(text[:200], max_tokens=20))
+        await asyncio.sleep(0.4)
+        aborted.cancel()
+        await asyncio.gather(*made, decode)
+
+    harness.run(all_at_once())
+    for i in range(4):
+        for found, wanted in zip(stored(harness, chunks[i], together), stored(harness, chunks[i], alone), strict=True):
+            np.testing.assert_allclose(found.k, wanted.k, atol=1e-3)
+            np.testing.assert_allclose(found.v, wanted.v, atol=1e-3)
+            np.testing.assert_allclose(found.spread, wanted.spread, atol=2e-2, rtol=2e-2)
 
 
 @pytest.fixture
