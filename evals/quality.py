@@ -99,6 +99,7 @@ async def run(
         "model": config.model.name,
         "dtype": config.model.dtype,
         "captures": settings.captures,
+        "codec": config.store.codec,
         "chunk_tokens": settings.chunk_tokens,
     }
     done = result_rows.read(out, identity)
@@ -108,7 +109,7 @@ async def run(
     if todo:
         folder = models.resolve(config.model.name, config.home)
         with tempfile.TemporaryDirectory(prefix="ragkv-quality-", dir=out.parent) as store:
-            engine = await Engine.start(folder, config.model, Path(store), fingerprint="0" * 32)
+            engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.codec)
             try:
                 if engine.unsupported:
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")

@@ -65,6 +65,14 @@ class IndexConfig(Section):
     )
 
 
+class StoreConfig(Section):
+    """Where chunks' KV lies between requests."""
+
+    codec: Literal["raw", "int8", "fp8"] = Field(
+        "raw", description="How KV is stored from now on: as it is, or as 8-bit numbers with scales"
+    )
+
+
 class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
@@ -96,6 +104,7 @@ class Config(BaseSettings):
     home: Path = Field(Path("~/.ragkv"), description="Where models, documents and KV live")
     model: ModelConfig = ModelConfig()
     index: IndexConfig = IndexConfig()
+    store: StoreConfig = StoreConfig()
     answer: AnswerConfig = AnswerConfig()
     server: ServerConfig = ServerConfig()
 

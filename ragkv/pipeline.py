@@ -84,7 +84,9 @@ class Pipeline:
                 report(f"starting vLLM with {self.config.model.name}")
                 self._store.close()  # an open LMDB must not be carried into vLLM's processes
                 model = self.config.model
-                self._engine = await Engine.start(self._folder, model, self._home.kv, self._owner.fingerprint)
+                self._engine = await Engine.start(
+                    self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.codec
+                )
                 self._store = self._home.open_store()
                 self._catalog.put_setting(_UNSUPPORTED_SETTING, self._engine.unsupported or "")
             return self._engine

@@ -14,6 +14,7 @@ import lmdb
 
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
+from ragkv.store.codecs import RAW, Codec
 from ragkv.store.record import FORMAT_VERSION, ChunkKey, LayerKV, decode, encode
 from ragkv.store.verification import HASH_BYTES, verify_records
 
@@ -24,14 +25,14 @@ _PAST_EVERY_KEY = b"\xff" * 64  # appended to a chunk's hash: sorts behind all o
 
 
 class LmdbStore:
-    """Chunk KV in the folder `path`.
+    """Chunk KV in the folder `path`. codec: how records are written; those that are there may have others.
 
     A process may open a folder once; any number of processes may have it open. Raises StoreError if the folder holds
     something else, was made by another version, or can't be written.
     """
 
-    def __init__(self, path: Path, map_bytes: int = _DEFAULT_MAP_BYTES) -> None:
-        self.path = path
+    def __init__(self, path: Path, map_bytes: int = _DEFAULT_MAP_BYTES, codec: Codec = RAW) -> None:
+        self.path, self._codec = path, codec
         self._write_lock = threading.Lock()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ class LmdbStore:
             with self._write_lock, self._env.begin(db=self._records, write=True) as txn:
                 for key, layers in chunks:
                     for i, kv in enumerate(layers):
-                        txn.put(key.layer(i), encode(key.layer(i), kv))
+                        txn.put(key.layer(i), encode(key.layer(i), kv, self._codec))
         except (lmdb.Error, OSError) as error:
             raise self._storage_error("write to", error) from error
 

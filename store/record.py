@@ -1,8 +1,8 @@
-"""The KV record: a versioned header and the raw K and V of one chunk in one layer.
+"""The KV record: a versioned header, and K and V of one chunk in one layer as the header's codec stores them.
 
-Layout (little-endian): 64-byte header, then K `[Hkv, T, D]`, then V `[Hkv, T, D]`, head-major, then, where the header
-says so, the spread `[T]` float32. The checksum covers the record's key, the header and the payload, so bytes that are
-damaged, or filed under another key, don't verify.
+Layout (little-endian): 64-byte header, then K and V `[Hkv, T, D]`, head-major (`ragkv.store.codecs`), then, where the
+header says so, the spread `[T]` float32. The checksum covers the record's key, the header and the payload: bytes that
+are damaged, or filed under another key, don't verify.
 """
 
 import struct
@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 import xxhash
+
+from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, to_bytes
 
 FORMAT_VERSION: Final = 2
 
@@ -23,7 +25,6 @@ _HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, 
 _HEADER_SIZE = 64
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
-_CODEC_RAW = 0
 _HAS_SPREAD = 1  # flags
 _CODE_TO_DTYPE = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
 _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
@@ -70,44 +71,43 @@ class CorruptRecordError(Exception):
     """Stored bytes that don't verify. Callers treat the record as a miss; it never reaches a user."""
 
 
-def encode(key: bytes, kv: LayerKV) -> bytes:
+def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
     """Serialise one layer of a chunk under its key."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
     flags = 0 if kv.spread is None else _HAS_SPREAD
-    fields = (_MAGIC, FORMAT_VERSION, _CODEC_RAW, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
+    fields = (_MAGIC, FORMAT_VERSION, codec.code, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
     header = _HEADER.pack(*fields).ljust(_CHECKSUM_OFFSET, b"\0")
-    payload = _raw(kv.k) + _raw(kv.v) + (b"" if kv.spread is None else _raw(kv.spread.float()))
+    payload = codec.encode(kv.k, kv.v) + (b"" if kv.spread is None else to_bytes(kv.spread.float()))
     return header + _CHECKSUM.pack(_checksum(key, header, payload)) + payload
 
 
 def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
-    """Read a record without copying: the tensors share `value`'s memory, are read-only and live as long as it does.
+    """Read a record; a raw one without copying: its tensors share `value`'s memory, are read-only, live as long as it.
 
     Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
     """
     view = memoryview(value)
     if len(view) < _HEADER_SIZE:
         raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
-    magic, version, codec, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack_from(view)
+    magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack_from(view)
     if magic != _MAGIC:
         raise CorruptRecordError("not a KV record")
-    if version != FORMAT_VERSION or codec != _CODEC_RAW or dtype_code not in _CODE_TO_DTYPE:
-        raise CorruptRecordError(f"version {version}, codec {codec}, dtype {dtype_code} are unknown to this release")
+    codec = CODE_TO_CODEC.get(code)
+    if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
+        raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
     header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
     (expected,) = _CHECKSUM.unpack_from(view, _CHECKSUM_OFFSET)
     dtype = _CODE_TO_DTYPE[dtype_code]
     shape = (num_kv_heads, num_tokens, head_size)
-    size_bytes = num_kv_heads * num_tokens * head_size * dtype.itemsize
+    size_bytes = codec.num_bytes(shape, dtype)
     spread_bytes = 4 * num_tokens if flags & _HAS_SPREAD else 0
-    if len(payload) != 2 * size_bytes + spread_bytes:
-        raise CorruptRecordError(
-            f"{len(payload)} bytes of payload where the header says {2 * size_bytes + spread_bytes}"
-        )
+    if len(payload) != size_bytes + spread_bytes:
+        raise CorruptRecordError(f"{len(payload)} bytes of payload where the header says {size_bytes + spread_bytes}")
     if _checksum(key, header, payload) != expected:
         raise CorruptRecordError("checksum mismatch")
-    k, v = (torch.frombuffer(payload[start : start + size_bytes], dtype=dtype).view(shape) for start in (0, size_bytes))
-    spread = torch.frombuffer(payload[2 * size_bytes :], dtype=torch.float32) if spread_bytes else None
+    k, v = codec.decode(payload[:size_bytes], shape, dtype)
+    spread = torch.frombuffer(payload[size_bytes:], dtype=torch.float32) if spread_bytes else None
     return LayerKV(k, v, base, spread)
 
 
@@ -116,7 +116,3 @@ def _checksum(key: bytes, header: bytes | memoryview, payload: bytes | memoryvie
     digest.update(header)
     digest.update(payload)
     return digest.intdigest()
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -62,6 +62,7 @@ def quality(
         str, typer.Option(help="POLICY@KV with commas between; KV is alone, anchor, random or near.")
     ] = "none,query+shift:0.05,cacheblend:0.15@alone",
     captures: Annotated[int, typer.Option(min=1, help="Captures behind an average.")] = 4,
+    codec: Annotated[str | None, typer.Option(help="How KV is stored: raw, int8 or fp8.")] = None,
     ttft_examples: Annotated[int, typer.Option(min=0, help="On how many examples times are taken.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Results by example; a run goes on from what it holds.")] = None,
     as_json: AsJson = False,
@@ -72,13 +73,14 @@ def quality(
     verbose: Verbose = False,
 ) -> None:
     """Drift from full prefill and task scores by policy, on real data."""
-    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, store={"codec": codec})
     from ragkv.evals import datasets
     from ragkv.evals import quality as evaluation
 
     arms = [evaluation.Arm.parse(text.strip()) for text in policies.split(",")]
     loaded = datasets.load(dataset, data)
-    name = f"{Path(dataset).stem}-{Path(config.model.name).name}-{config.model.dtype}-{captures}.jsonl"
+    parts = (Path(dataset).stem, Path(config.model.name).name, config.model.dtype, captures, config.store.codec)
+    name = "-".join(map(str, parts)) + ".jsonl"
     out = out or config.home / "evals" / name
     prepare(log_file(config), verbose)
     settings = evaluation.Settings(examples, captures, ttft_examples, config.index.chunk_tokens)

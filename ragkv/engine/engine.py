@@ -61,9 +61,10 @@ class Engine:
 
     @classmethod
     async def start(
-        cls, model: Path, config: ModelConfig, store: Path, fingerprint: str, **engine_args: Any
+        cls, model: Path, config: ModelConfig, store: Path, fingerprint: str, codec: str = "raw", **engine_args: Any
     ) -> "Engine":
-        """Load the model (seconds to minutes). `engine_args` go to vLLM as they are. Raises ModelError."""
+        """Load the model (seconds to minutes). codec: how KV is stored (`ragkv.store.codecs`). `engine_args` go to vLLM
+        as they are. Raises ModelError."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import AsyncEngineArgs
@@ -75,7 +76,7 @@ class Engine:
             kv_connector_module_path=_CONNECTOR_MODULE,
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"store": str(store), "fingerprint": fingerprint},
+            kv_connector_extra_config={"store": str(store), "fingerprint": fingerprint, "codec": codec},
         )
         arguments: dict[str, Any] = {
             "model": str(model),

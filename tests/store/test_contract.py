@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ragkv.errors import StoreError
+from ragkv.store.codecs import INT8
 from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.memory_store import MemoryStore
 from ragkv.store.record import ChunkKey, LayerKV
@@ -123,6 +124,21 @@ def test_stats(store):
 
 
 # What only the store on disk has to hold.
+
+
+def test_records_of_several_codecs_lie_side_by_side(tmp_path):
+    raw = LmdbStore(tmp_path / "kv")
+    raw.put([(make_key(chunk=1), make_layers(seed=1, num_tokens=64))])
+    raw.close()
+    store = LmdbStore(tmp_path / "kv", codec=INT8)
+    store.put([(make_key(chunk=2), make_layers(seed=1, num_tokens=64))])
+    with store.snapshot() as snapshot:
+        exact, rounded = (snapshot.get(make_key(chunk=i), 2).k for i in (1, 2))
+    assert torch.equal(exact, make_layers(seed=1, num_tokens=64)[2].k)
+    assert 0 < (exact - rounded).abs().max() < 0.02
+    assert store.verify().problems == []
+    assert store.stats().size_bytes < 0.75 * 2 * NUM_LAYERS * (64 + 2 * 2 * 64 * 8 * 4)
+    store.close()
 
 
 def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):

@@ -1,0 +1,76 @@
+"""How K and V of a chunk in one layer become bytes, and come back. Pure functions of tensors.
+
+`int8` and `fp8` scale K by channel, over a chunk's tokens, and V by token, over a head's channels: outliers of K lie in
+few channels, those of V in none (KIVI, ICML'24). A stored number is x / scale, the scale the largest |x| of its group
+over the largest number of the type.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_K_GROUP, _V_GROUP = 1, 2  # the dimension of `[Hkv, T, D]` that shares a scale
+
+
+@dataclass(frozen=True)
+class Codec:
+    """code: its number in a record's header. stored: the type that K and V are stored in, None: as they are."""
+
+    name: str
+    code: int
+    stored: torch.dtype | None = None
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
+        """k, v: `[Hkv, T, D]`. The scales come first: K's `[Hkv, 1, D]`, V's `[Hkv, T, 1]`, float32."""
+        if self.stored is None:
+            return to_bytes(k) + to_bytes(v)
+        (k_scale, k_stored), (v_scale, v_stored) = self._quantise(k, _K_GROUP), self._quantise(v, _V_GROUP)
+        return b"".join(map(to_bytes, (k_scale, v_scale, k_stored, v_stored)))
+
+    def decode(
+        self, payload: memoryview, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of this shape and type. Without a type of its own to store in, they share the payload's memory."""
+        if self.stored is None:
+            half = len(payload) // 2
+            k, v = (torch.frombuffer(part, dtype=dtype).view(shape) for part in (payload[:half], payload[half:]))
+            return k, v
+        heads, tokens, size = shape
+        parts, start = [], 0
+        for part_shape, part_dtype in (
+            ((heads, 1, size), torch.float32),
+            ((heads, tokens, 1), torch.float32),
+            (shape, self.stored),
+            (shape, self.stored),
+        ):
+            count = part_shape[0] * part_shape[1] * part_shape[2]
+            parts.append(torch.frombuffer(payload, dtype=part_dtype, count=count, offset=start).view(part_shape))
+            start += count * part_dtype.itemsize
+        k_scale, v_scale, k, v = parts
+        return (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)
+
+    def num_bytes(self, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+        heads, tokens, size = shape
+        if self.stored is None:
+            return 2 * heads * tokens * size * dtype.itemsize
+        return 2 * heads * tokens * size * self.stored.itemsize + 4 * heads * (size + tokens)
+
+    def _quantise(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.stored is not None
+        x = x.float()
+        whole = not self.stored.is_floating_point
+        largest = 127.0 if whole else torch.finfo(self.stored).max
+        scale = (x.abs().amax(dim, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = x / scale
+        return scale, (scaled.round() if whole else scaled).clamp(-largest, largest).to(self.stored)
+
+
+RAW = Codec("raw", 0)
+INT8 = Codec("int8", 1, torch.int8)
+FP8 = Codec("fp8", 2, torch.float8_e4m3fn)
+CODECS = {codec.name: codec for codec in (RAW, INT8, FP8)}
+CODE_TO_CODEC = {codec.code: codec for codec in CODECS.values()}
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from ragkv.store.codecs import CODECS, FP8, INT8, RAW
+from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode
+
+QUANTISED = [INT8, FP8]
+
+
+def make_kv(shape=(3, 50, 16), dtype=torch.float32, seed=0):
+    """K with outliers in a channel, V with outliers in a token."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+    k[:, :, 3] *= 40
+    v[:, 7] *= 40
+    return k.to(dtype), v.to(dtype)
+
+
+def reference(codec, x, dim):
+    """One number at a time: to the nearest that the type has."""
+    largest = {INT8: 127.0, FP8: 448.0}[codec]
+    scale = x.float().abs().amax(dim, keepdim=True) / largest
+    numbers = torch.arange(-127, 128).float() if codec is INT8 else _fp8_numbers()
+    scaled = (x.float() / scale).flatten()
+    nearest = numbers[(scaled[:, None] - numbers).abs().argmin(1)]
+    return nearest.view(x.shape) * scale
+
+
+def _fp8_numbers():
+    """e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa, no infinity."""
+    positive = [m / 8 * 2**-6 for m in range(8)]
+    positive += [(1 + m / 8) * 2 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
+    return torch.tensor([-x for x in positive] + positive)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 50, 16), (1, 1, 2), (2, 3, 5)])
+def test_size_shape_and_type_are_kept(codec, dtype, shape):
+    k, v = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    payload = codec.encode(k, v)
+    assert len(payload) == codec.num_bytes(shape, dtype)
+    for found, given in zip(codec.decode(memoryview(payload), shape, dtype), (k, v), strict=True):
+        assert found.shape == given.shape and found.dtype == dtype
+        if codec is RAW:
+            assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("codec", QUANTISED, ids=lambda codec: codec.name)
+def test_every_number_is_the_nearest_that_the_type_has(codec):
+    k, v = make_kv()
+    found_k, found_v = codec.decode(memoryview(codec.encode(k, v)), k.shape, k.dtype)
+    for found, given, dim in ((found_k, k, 1), (found_v, v, 2)):
+        expected = reference(codec, given, dim)
+        step = given.abs().amax(dim, keepdim=True) / 100
+        assert ((found - expected).abs() <= 1e-5 * step).float().mean() > 0.999  # but for ties
+        torch.testing.assert_close(found, given, atol=float(step.max()) * 4, rtol=0.07)
+
+
+@pytest.mark.parametrize("codec", QUANTISED, ids=lambda codec: codec.name)
+def test_outliers_cost_only_their_own_channel_or_token(codec):
+    k, v = make_kv()
+    found_k, found_v = codec.decode(memoryview(codec.encode(k, v)), k.shape, k.dtype)
+    others = [i for i in range(16) if i != 3]
+    assert (found_k - k)[:, :, others].abs().max() < (0.02 if codec is INT8 else 0.15)
+    tokens = [i for i in range(50) if i != 7]
+    assert (found_v - v)[:, tokens].abs().max() < (0.02 if codec is INT8 else 0.15)
+
+
+@pytest.mark.parametrize("codec", QUANTISED, ids=lambda codec: codec.name)
+def test_zeros_stay_zeros(codec):
+    zeros = torch.zeros(2, 4, 8)
+    for found in codec.decode(memoryview(codec.encode(zeros, zeros)), (2, 4, 8), torch.float32):
+        assert torch.equal(found, zeros)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("spread", [None, torch.arange(50.0)], ids=["single", "average"])
+def test_a_record_says_its_codec(codec, spread):
+    k, v = make_kv(dtype=torch.bfloat16)
+    value = encode(b"key", LayerKV(k, v, 5, spread), codec)
+    found = decode(b"key", value)
+    expected = codec.decode(memoryview(codec.encode(k, v)), k.shape, k.dtype)
+    assert torch.equal(found.k, expected[0]) and torch.equal(found.v, expected[1])
+    assert found.base_position == 5
+    assert found.spread is None if spread is None else torch.equal(found.spread, spread)
+    for position in range(0, len(value), 97):
+        damaged = bytearray(value)
+        damaged[position] ^= 16
+        with pytest.raises(CorruptRecordError):
+            decode(b"key", bytes(damaged))
