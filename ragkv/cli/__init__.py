@@ -33,6 +33,7 @@ evaluations = _group("Measure on this machine.")
 evaluations.command()(eval_commands.ttft)
 evaluations.command()(eval_commands.quality)
 evaluations.command()(eval_commands.report)
+evaluations.command()(eval_commands.cache)
 app.add_typer(evaluations, name="eval")
 app.command()(home_commands.doctor)
 

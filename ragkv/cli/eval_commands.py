@@ -109,6 +109,27 @@ def report(
     typer.echo(evaluation.write(files, out, against))
 
 
+def cache(
+    trace: Annotated[str, typer.Option(help="zipf (documents), or a file like Mooncake's trace.")] = "zipf",
+    shares: Annotated[str, typer.Option(help="Cache sizes, as shares of all distinct chunks.")] = "0.01,0.05,0.1,0.25",
+    as_json: AsJson = False,
+) -> None:
+    """Hit rates of eviction policies over a trace, beside Belady's optimum. Needs no model."""
+    from ragkv.evals import cache as evaluation
+
+    try:
+        parsed = [float(part) for part in shares.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{shares!r} is not a list of numbers", param_hint="--shares") from None
+    rows = []
+    for row in evaluation.run(Path(trace).stem, evaluation.load(trace), parsed, evaluation.ALL_POLICIES):
+        rows.append(row)
+        if as_json:
+            typer.echo(json.dumps(row))
+    if not as_json:
+        output.print_cache(rows)
+
+
 def _parse_lengths(text: str) -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]

@@ -189,6 +189,20 @@ def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
+def print_cache(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval cache --json` prints them."""
+    table = Table(title="Hits, % of the cost to recompute (% of chunks)", title_justify="left", box=None)
+    table.add_column("cache size", justify="right")
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    found = {(row["share"], row["policy"]): row for row in rows}
+    for share in dict.fromkeys(row["share"] for row in rows):
+        cells = (found[share, policy] for policy in policies)
+        table.add_row(f"{share:.1%}", *(f"{100 * c['cost_hit_rate']:.1f} ({100 * c['hit_rate']:.1f})" for c in cells))
+    out.print(table)
+
+
 class ExampleBar:
     """Progress over the examples of an evaluation."""
 

@@ -1,0 +1,123 @@
+"""What to give up when a tier is full. Pure bookkeeping: knows keys, sizes and costs, and no KV.
+
+Each policy is a priority; the entry with the lowest goes first. `clock` is the priority of what was evicted last: added
+to a new priority, it lets what was popular once grow old.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ragkv.errors import ConfigError
+
+Hint = Literal["normal", "pin", "ephemeral"]
+
+
+@dataclass
+class Entry:
+    """size_bytes: what it takes; cost_ms: what making it again would take; frequency: how often it was used."""
+
+    size_bytes: int
+    cost_ms: float
+    hint: Hint = "normal"
+    frequency: int = 1
+    priority: float = 0.0
+    stamp: int = 0
+
+
+def _lru(entry: Entry, clock: float) -> float:
+    return float(entry.stamp)
+
+
+def _lfu(entry: Entry, clock: float) -> float:
+    return float(entry.frequency)
+
+
+def _lfuda(entry: Entry, clock: float) -> float:
+    return clock + entry.frequency
+
+
+def _gdsf(entry: Entry, clock: float) -> float:
+    return clock + entry.frequency * entry.cost_ms / max(1, entry.size_bytes)
+
+
+POLICIES: dict[str, Callable[[Entry, float], float]] = {"gdsf": _gdsf, "lru": _lru, "lfu": _lfu, "lfuda": _lfuda}
+DESCRIPTIONS = {
+    "gdsf": "uses times cost to recompute over size, and ageing (Greedy-Dual-Size-Frequency, Cherkasova 1998)",
+    "lru": "least recently used",
+    "lfu": "least frequently used",
+    "lfuda": "least frequently used, with ageing (LFU-DA, Arlitt 2000)",
+}
+
+
+class Eviction:
+    """The entries of one tier in the order in which they would go. Keys are what callers make of them.
+
+    Ephemeral entries go before all others, pinned ones never. Not thread-safe. Raises ConfigError for an unknown name.
+    """
+
+    def __init__(self, name: str = "gdsf") -> None:
+        if name not in POLICIES:
+            raise ConfigError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}")
+        self._priority = POLICIES[name]
+        self._entries: dict[Hashable, Entry] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._stamps = itertools.count(1)
+        self._clock = 0.0
+        self.size_bytes = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._entries)
+
+    def add(self, key: Hashable, size_bytes: int, cost_ms: float, hint: Hint = "normal", frequency: int = 1) -> None:
+        """Add or replace an entry, as used just now. frequency: that of an earlier life, where known."""
+        self.remove(key)
+        self._entries[key] = entry = Entry(size_bytes, cost_ms, hint, frequency)
+        self.size_bytes += size_bytes
+        self._place(key, entry)
+
+    def use(self, key: Hashable) -> bool:
+        """Count a use; False if the key isn't there."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        entry.frequency += 1
+        self._place(key, entry)
+        return True
+
+    def hint(self, key: Hashable, hint: Hint) -> None:
+        self._entries[key].hint = hint
+        self._place(key, self._entries[key])
+
+    def remove(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.size_bytes -= entry.size_bytes
+
+    def evict(self) -> Hashable | None:
+        """Remove and return the entry with the lowest priority; None if all that is left is pinned."""
+        while self._heap:
+            priority, stamp, key = heapq.heappop(self._heap)
+            entry = self._entries.get(key)
+            if entry is not None and entry.stamp == stamp and entry.hint != "pin":
+                if entry.hint == "normal":
+                    self._clock = max(self._clock, priority)
+                self.remove(key)
+                return key
+        return None
+
+    def _place(self, key: Hashable, entry: Entry) -> None:
+        entry.stamp = next(self._stamps)
+        entry.priority = float("-inf") if entry.hint == "ephemeral" else self._priority(entry, self._clock)
+        heapq.heappush(self._heap, (entry.priority, entry.stamp, key))
+        if len(self._heap) > 4 * len(self._entries) + 64:  # most of it is outdated: earlier places of entries
+            self._heap = [(e.priority, e.stamp, k) for k, e in self._entries.items()]
+            heapq.heapify(self._heap)

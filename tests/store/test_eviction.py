@@ -1,0 +1,95 @@
+import random
+
+import pytest
+
+from ragkv.errors import ConfigError
+from ragkv.store.eviction import POLICIES, Eviction
+
+
+def filled(name, sizes=(1, 1, 1), costs=(1, 1, 1)):
+    eviction = Eviction(name)
+    for key, (size, cost) in enumerate(zip(sizes, costs, strict=True)):
+        eviction.add(key, size, cost)
+    return eviction
+
+
+def order(eviction):
+    return [eviction.evict() for _ in range(len(eviction))]
+
+
+def test_least_recently_used():
+    eviction = filled("lru")
+    eviction.use(0)
+    assert order(eviction) == [1, 2, 0]
+
+
+def test_least_frequently_used_then_least_recently():
+    eviction = filled("lfu")
+    eviction.use(0)
+    eviction.use(0)
+    eviction.use(1)
+    assert order(eviction) == [2, 1, 0]
+    assert order(filled("lfu")) == [0, 1, 2]
+
+
+def test_what_is_dear_for_its_size_stays():
+    assert order(filled("gdsf", sizes=(1, 10, 10), costs=(1, 1, 100))) == [1, 0, 2]
+
+
+@pytest.mark.parametrize("name", ["gdsf", "lfuda"])
+def test_what_was_popular_once_grows_old(name):
+    eviction = filled(name, sizes=(1,), costs=(1,))
+    for _ in range(20):
+        eviction.use(0)
+    gone = []
+    for key in range(1, 60):
+        eviction.add(key, 1, 1)
+        eviction.use(key)
+        gone.append(eviction.evict())
+    assert 0 in gone
+    forever = filled("lfu", sizes=(1,), costs=(1,))
+    for _ in range(20):
+        forever.use(0)
+    for key in range(1, 60):
+        forever.add(key, 1, 1)
+        forever.evict()
+    assert 0 in forever
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_hints(name):
+    eviction = filled(name)
+    eviction.hint(0, "pin")
+    eviction.add(3, 1, 1, "ephemeral")
+    for _ in range(5):
+        eviction.use(3)
+    assert [eviction.evict() for _ in range(4)] == [3, 1, 2, None]
+    assert 0 in eviction and len(eviction) == 1
+    eviction.hint(0, "normal")
+    assert eviction.evict() == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_sizes_add_up_whatever_happens(name):
+    rng, eviction, sizes = random.Random(1), Eviction(name), {}
+    for step in range(3000):
+        key = rng.randrange(60)
+        match rng.choice(["add", "use", "remove", "evict"]):
+            case "add":
+                sizes[key] = rng.randrange(1, 50)
+                eviction.add(key, sizes[key], rng.random())
+            case "use":
+                assert eviction.use(key) == (key in sizes)
+            case "remove":
+                eviction.remove(key)
+                sizes.pop(key, None)
+            case _ if step % 3 == 0:
+                gone = eviction.evict()
+                assert (gone is None) == (not sizes)
+                sizes.pop(gone, None)
+        assert (len(eviction), eviction.size_bytes, set(eviction)) == (len(sizes), sum(sizes.values()), set(sizes))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigError, match="gdsf, lru"):
+        Eviction("fifo")
