@@ -94,7 +94,9 @@ def _draw_scores(result: Results, file: Path) -> bool:
             drawn = row
     if drawn:
         axes.plot(drawn["baseline_ttft_ms"], drawn["score_full"], "k*", markersize=12, label="full prefill by vLLM")
-        axes.set(xlabel="TTFT, ms (median)", ylabel="score", title=result.dataset, xlim=(0, None))
+        axes.set(
+            xlabel="TTFT, ms (median)", ylabel=f"score: {drawn['score_name']}", title=result.dataset, xlim=(0, None)
+        )
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         figure.savefig(file, dpi=130)
@@ -137,7 +139,10 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
         )
         table.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     images = "".join(f'<img src="{picture.name}" alt="{picture.stem}">' for picture in pictures)
-    about = f"{first['model']}, {first['dtype']}, {first['captures']} captures; 95% bootstrap intervals in brackets"
+    about = (
+        f"{first['model']}, {first['dtype']}, {first['captures']} captures, KV stored {first['codec']}; score: "
+        f"{first['score_name']}, at most {first['score_ceiling']:g}; 95% bootstrap intervals in brackets"
+    )
     return f"<h2>{result.dataset}</h2><p>{html.escape(about)}</p><table>{''.join(table)}</table>{images}"
 
 
@@ -170,8 +175,8 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>ragkv: fidelity</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-td, th {{ padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }}
+table {{ border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }}
+td, th {{ padding: .15rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }}
 td:first-child, th:first-child {{ text-align: left }}
 img {{ max-width: 49%; margin-top: 1rem }}
 .prompt {{ font-size: 12px; color: #777; overflow-wrap: anywhere }}

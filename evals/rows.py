@@ -15,7 +15,19 @@ from ragkv.errors import ConfigError
 from ragkv.evals import scores
 
 Row = dict[str, Any]
-_SAME = ("dataset", "model", "dtype", "captures", "arm", "policy", "budget", "kv", "score_name", "score_ceiling")
+_SAME = (
+    "dataset",
+    "model",
+    "dtype",
+    "captures",
+    "codec",
+    "arm",
+    "policy",
+    "budget",
+    "kv",
+    "score_name",
+    "score_ceiling",
+)
 
 
 def read(file: Path, identity: dict[str, Any]) -> dict[tuple[str, str], Row]:

@@ -16,6 +16,7 @@ def row(arm, example, **fields):
         "model": "small",
         "dtype": "float32",
         "captures": 4,
+        "codec": "raw",
         "score_name": "contains",
         "score_ceiling": 1.0,
         "example": example,
