@@ -33,7 +33,7 @@ from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.segment_store import SegmentStore
 
 KV_KINDS = {
     "alone": "each chunk captured by itself, without the anchor",
@@ -113,7 +113,7 @@ async def run(
             try:
                 if engine.unsupported:
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-                bench = _Bench(engine, config, dataset, settings, LmdbStore(Path(store)))
+                bench = _Bench(engine, config, dataset, settings, SegmentStore(Path(store)))
                 await bench.prepare(arms, out.with_suffix(".npy"))
                 with out.open("a") as file:
                     for i, example in enumerate(todo):
@@ -131,7 +131,9 @@ async def run(
 
 
 class _Bench:
-    def __init__(self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: LmdbStore) -> None:
+    def __init__(
+        self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: SegmentStore
+    ) -> None:
         self._engine, self._config, self._dataset, self._settings = engine, config, dataset, settings
         self._store = store
         folder = models.resolve(config.model.name, config.home)

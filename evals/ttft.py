@@ -25,7 +25,7 @@ from ragkv.errors import ConfigError, ModelError
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.segment_store import SegmentStore
 
 QUESTION = "Which statement is used to handle an exception, and what does its else clause do?"
 
@@ -56,7 +56,7 @@ async def run(
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index, LmdbStore(Path(store)))
+            bench = _Bench(engine, layout, _text_tokens(folder, max(tokens)), config.index, SegmentStore(Path(store)))
             for num_tokens in tokens:
                 for row in await bench.measure(num_tokens, policies, repeats):
                     emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
@@ -66,7 +66,7 @@ async def run(
 
 class _Bench:
     def __init__(
-        self, engine: Engine, layout: PromptLayout, text: list[int], index: IndexConfig, store: LmdbStore
+        self, engine: Engine, layout: PromptLayout, text: list[int], index: IndexConfig, store: SegmentStore
     ) -> None:
         self._engine, self._layout, self._text, self._store = engine, layout, text, store
         self._chunk_tokens = index.chunk_tokens

@@ -9,7 +9,7 @@ import filelock
 
 from ragkv.errors import StoreError
 from ragkv.retriever.catalog import Catalog
-from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.segment_store import SegmentStore
 
 _MODEL_SETTING, _EMBEDDER_SETTING = "model", "embedder"
 
@@ -41,8 +41,8 @@ class Home:
             ) from error
         return Catalog(self.catalog)
 
-    def open_store(self) -> LmdbStore:
-        return LmdbStore(self.kv)
+    def open_store(self) -> SegmentStore:
+        return SegmentStore(self.kv)
 
     def check_owner(self, catalog: Catalog, owner: Owner) -> None:
         """Raise StoreError if the home holds documents that other models indexed."""

@@ -33,7 +33,7 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.neighbours import nearest
 from ragkv.retriever.retriever import Hit, Retriever
-from ragkv.store.lmdb_store import LmdbStore
+from ragkv.store.segment_store import SegmentStore
 
 # In the catalogue: why the home's model can't be fused, empty if it can; and how many captures are averaged.
 _UNSUPPORTED_SETTING, _CAPTURES_SETTING = "unsupported", "captures"
@@ -53,7 +53,7 @@ class Pipeline:
         self._anchor_hash = chunk_hash(layout.anchor)
         self._folder = folder
         self._engine: Engine | None = None
-        self._store: LmdbStore = home.open_store()
+        self._store: SegmentStore = home.open_store()
         self._starting = asyncio.Lock()
 
     @classmethod

@@ -27,7 +27,7 @@ class Verification:
 
 
 class Snapshot(Protocol):
-    """A consistent view of the store, unmoved by writers."""
+    """A view of the store that no later writes get into. What is deleted in the meantime may be gone from it."""
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
         """One layer of a chunk, or None where there is none.
@@ -35,6 +35,10 @@ class Snapshot(Protocol):
         The tensors are read-only, share the store's memory and live as long as the snapshot. Raises
         CorruptRecordError for bytes that don't verify.
         """
+        ...
+
+    def prefetch(self, key: ChunkKey, layer: int) -> None:
+        """Start to bring one layer of a chunk nearer, if it is there; returns at once."""
         ...
 
 

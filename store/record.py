@@ -1,8 +1,8 @@
 """The KV record: a versioned header, and K and V of one chunk in one layer as the header's codec stores them.
 
-Layout (little-endian): 64-byte header, then K and V `[Hkv, T, D]`, head-major (`ragkv.store.codecs`), then, where the
-header says so, the spread `[T]` float32. The checksum covers the record's key, the header and the payload: bytes that
-are damaged, or filed under another key, don't verify.
+Layout (little-endian): 128-byte header with the record's key, then K and V `[Hkv, T, D]`, head-major
+(`ragkv.store.codecs`), then, where the header says so, the spread `[T]` float32. The checksum covers the header and the
+payload: bytes that are damaged, or filed under another key, don't verify.
 """
 
 import struct
@@ -15,14 +15,15 @@ import xxhash
 
 from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, to_bytes
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 # Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _MAGIC = b"RKV1"
 _HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, T, base position, flags
-_HEADER_SIZE = 64
+_KEY_OFFSET = _HEADER.size
+_HEADER_SIZE = 128
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
 _HAS_SPREAD = 1  # flags
@@ -77,9 +78,9 @@ def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
     flags = 0 if kv.spread is None else _HAS_SPREAD
     fields = (_MAGIC, FORMAT_VERSION, codec.code, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
-    header = _HEADER.pack(*fields).ljust(_CHECKSUM_OFFSET, b"\0")
+    header = (_HEADER.pack(*fields) + key).ljust(_CHECKSUM_OFFSET, b"\0")
     payload = codec.encode(kv.k, kv.v) + (b"" if kv.spread is None else to_bytes(kv.spread.float()))
-    return header + _CHECKSUM.pack(_checksum(key, header, payload)) + payload
+    return header + _CHECKSUM.pack(_checksum(header, payload)) + payload
 
 
 def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
@@ -96,6 +97,8 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     codec = CODE_TO_CODEC.get(code)
     if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
         raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
+    if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
+        raise CorruptRecordError("the record of another key")
     header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
     (expected,) = _CHECKSUM.unpack_from(view, _CHECKSUM_OFFSET)
     dtype = _CODE_TO_DTYPE[dtype_code]
@@ -104,15 +107,14 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     spread_bytes = 4 * num_tokens if flags & _HAS_SPREAD else 0
     if len(payload) != size_bytes + spread_bytes:
         raise CorruptRecordError(f"{len(payload)} bytes of payload where the header says {size_bytes + spread_bytes}")
-    if _checksum(key, header, payload) != expected:
+    if _checksum(header, payload) != expected:
         raise CorruptRecordError("checksum mismatch")
     k, v = codec.decode(payload[:size_bytes], shape, dtype)
     spread = torch.frombuffer(payload[size_bytes:], dtype=torch.float32) if spread_bytes else None
     return LayerKV(k, v, base, spread)
 
 
-def _checksum(key: bytes, header: bytes | memoryview, payload: bytes | memoryview) -> int:
-    digest = xxhash.xxh3_64(key)
-    digest.update(header)
+def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64(header)
     digest.update(payload)
     return digest.intdigest()

@@ -23,8 +23,8 @@ from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
 from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS
-from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.record import ChunkKey, LayerKV
+from ragkv.store.segment_store import SegmentStore
 
 HEAVY = ("torch", "vllm", "transformers", "sentence_transformers", "fastapi", "ragkv.pipeline")
 
@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def filled_home(home: Path) -> Path:
-    store = LmdbStore(home / "kv")
+    store = SegmentStore(home / "kv")
     for chunk in (1, 2):
         key = ChunkKey(f"{chunk:032x}", f"{7:032x}", f"{8:032x}", heads=(0, 2))
         store.put([(key, [LayerKV(torch.ones(2, 5, 8), torch.ones(2, 5, 8), base_position=0)] * 3)])
@@ -66,12 +66,12 @@ def invoke(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def corrupt_one_record(store: Path) -> None:
-    with lmdb.open(str(store), max_dbs=2) as env, env.begin(db=env.open_db(b"records"), write=True) as txn:
-        cursor = txn.cursor()
-        cursor.first()
-        value = bytearray(cursor.value())
-        value[-1] ^= 1
-        cursor.put(cursor.key(), bytes(value))
+    segment = next((store / "segments").iterdir())
+    with segment.open("r+b") as file:
+        file.seek(200)
+        byte = file.read(1)[0]
+        file.seek(200)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["ask", "--help"], ["--version"], ["store", "--help"]])

@@ -15,7 +15,7 @@ LOWER = {
 # Library to the files that may import it.
 ONLY_IN = {
     "vllm": ("ragkv/engine/",),
-    "lmdb": ("store/lmdb_store.py",),
+    "lmdb": ("store/segment_store.py",),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("retriever/catalog.py",),

@@ -16,7 +16,7 @@ from ragkv.config import Config, load_config
 from ragkv.errors import StoreError
 
 if TYPE_CHECKING:
-    from ragkv.store.lmdb_store import LmdbStore
+    from ragkv.store.segment_store import SegmentStore
 
 
 def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
@@ -42,7 +42,7 @@ def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile =
 
 
 @contextmanager
-def _store(config: Config) -> Iterator["LmdbStore"]:
+def _store(config: Config) -> Iterator["SegmentStore"]:
     from ragkv.home import Home
 
     home = Home(config.home)

@@ -101,6 +101,9 @@ class Fill:
         with self._source.store.snapshot() as snapshot:
 
             def before_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
+                if layer + 1 < len(self._subset.layers):  # is read while this one is computed
+                    for span in spans_at(layer + 1):
+                        snapshot.prefetch(self._source.key(span), layer + 1)
                 loaded = [self.load(snapshot, layer, s, taught(s, k, v) if taught else None) for s in spans_at(layer)]
                 return see(layer, q, k, v, loaded) if see else None
 

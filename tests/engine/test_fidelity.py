@@ -16,8 +16,8 @@ from ragkv.engine.job import ROOT_HASH, AverageTask, FuseTask, Span
 from ragkv.evals import datasets, quality
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import average_hash, chunk_hash
-from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.record import ChunkKey
+from ragkv.store.segment_store import SegmentStore
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +48,7 @@ def average(*args):
 
 def stored(harness, chunk, before):
     extra = harness.engine._llm.vllm_config.kv_transfer_config.kv_connector_extra_config
-    store = LmdbStore(Path(extra["store"]))
+    store = SegmentStore(Path(extra["store"]))
     key = ChunkKey(chunk_hash(chunk), before, FINGERPRINT, harness.engine.kv_heads)
     with store.snapshot() as snapshot:
         layers = [snapshot.get(key, layer) for layer in range(30)]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from ragkv.engine.job import Span
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey
+from ragkv.store.segment_store import SegmentStore
 
 pytestmark = pytest.mark.engine
 
@@ -141,16 +142,16 @@ def test_an_aborted_request_leaves_the_engine_well(harness, anchor, chunks, ques
 
 def damaged(harness, chunk, anchor, layer):
     """Flip one byte of a stored record, as a failing disk would."""
-    import lmdb
-
     extra = harness.engine._llm.vllm_config.kv_transfer_config.kv_connector_extra_config
-    key = ChunkKey(chunk_hash(chunk), chunk_hash(anchor), FINGERPRINT, harness.engine.kv_heads).layer(layer)
-    environment = lmdb.open(extra["store"], map_size=1 << 40, max_dbs=2)
-    with environment.begin(db=environment.open_db(b"records"), write=True) as txn:
-        value = bytearray(txn.get(key))
-        value[len(value) // 2] ^= 1
-        txn.put(key, bytes(value))
-    environment.close()
+    key = ChunkKey(chunk_hash(chunk), chunk_hash(anchor), FINGERPRINT, harness.engine.kv_heads)
+    store = SegmentStore(Path(extra["store"]))
+    segment, offset, length = store.locate(key, layer)
+    store.close()
+    with segment.open("r+b") as file:
+        file.seek(offset + length // 2)
+        byte = file.read(1)[0]
+        file.seek(offset + length // 2)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("policy", ["none", "query:0.15", "query:1.0"])

