@@ -16,6 +16,7 @@ import xxhash
 from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, to_bytes
 
 FORMAT_VERSION: Final = 3
+KEY_BYTES: Final = 54
 
 # Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -50,7 +51,7 @@ class ChunkKey:
         return hashes + struct.pack(">HH", *self.heads)
 
     def layer(self, index: int) -> bytes:
-        """The key of one layer's record: 54 bytes, sorted by chunk first, so that a chunk's records lie together."""
+        """The key of one layer's record: KEY_BYTES, sorted by chunk first, so that a chunk's records lie together."""
         return self.prefix() + struct.pack(">H", index)
 
 
@@ -89,6 +90,50 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
     """
     view = memoryview(value)
+    head = _parse(view)
+    if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
+        raise CorruptRecordError("the record of another key")
+    header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
+    (expected,) = _CHECKSUM.unpack_from(view, _CHECKSUM_OFFSET)
+    if len(view) != head.length:
+        raise CorruptRecordError(f"{len(view)} bytes where the header says {head.length}")
+    if _checksum(header, payload) != expected:
+        raise CorruptRecordError("checksum mismatch")
+    k, v = head.codec.decode(payload[: head.size_bytes], head.shape, head.dtype)
+    spread = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.spread_bytes else None
+    return LayerKV(k, v, head.base_position, spread)
+
+
+def identify(value: bytes | memoryview) -> tuple[bytes, int]:
+    """The key and the length of the record that begins here. Raises CorruptRecordError if none does."""
+    view = memoryview(value)
+    return bytes(view[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]), _parse(view).length
+
+
+@dataclass(frozen=True)
+class _Header:
+    codec: Codec
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    base_position: int
+    has_spread: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Of K and V."""
+        return self.codec.num_bytes(self.shape, self.dtype)
+
+    @property
+    def spread_bytes(self) -> int:
+        return 4 * self.shape[1] if self.has_spread else 0
+
+    @property
+    def length(self) -> int:
+        """Of the whole record."""
+        return _HEADER_SIZE + self.size_bytes + self.spread_bytes
+
+
+def _parse(view: memoryview) -> _Header:
     if len(view) < _HEADER_SIZE:
         raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
     magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack_from(view)
@@ -97,21 +142,8 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     codec = CODE_TO_CODEC.get(code)
     if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
         raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
-    if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
-        raise CorruptRecordError("the record of another key")
-    header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
-    (expected,) = _CHECKSUM.unpack_from(view, _CHECKSUM_OFFSET)
-    dtype = _CODE_TO_DTYPE[dtype_code]
     shape = (num_kv_heads, num_tokens, head_size)
-    size_bytes = codec.num_bytes(shape, dtype)
-    spread_bytes = 4 * num_tokens if flags & _HAS_SPREAD else 0
-    if len(payload) != size_bytes + spread_bytes:
-        raise CorruptRecordError(f"{len(payload)} bytes of payload where the header says {size_bytes + spread_bytes}")
-    if _checksum(header, payload) != expected:
-        raise CorruptRecordError("checksum mismatch")
-    k, v = codec.decode(payload[:size_bytes], shape, dtype)
-    spread = torch.frombuffer(payload[size_bytes:], dtype=torch.float32) if spread_bytes else None
-    return LayerKV(k, v, base, spread)
+    return _Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_SPREAD))
 
 
 def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:

@@ -6,6 +6,7 @@ leaves nothing half-written behind what the index knows. LMDB's lock on writers 
 """
 
 import errno
+import logging
 import shutil
 import struct
 import threading
@@ -21,9 +22,12 @@ import lmdb
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import RAW, Codec
+from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, LayerKV, decode, encode
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
 from ragkv.store.verification import HASH_BYTES, verify_records
+
+logger = logging.getLogger(__name__)
 
 _FORMAT_KEY, _GENERATION_KEY = b"format", b"generation"
 _INDEX_MAP_BYTES = 1 << 36  # address space, not disk
@@ -72,7 +76,7 @@ class SegmentStore:
         self._generation = -1
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._env = lmdb.open(str(path), map_size=_INDEX_MAP_BYTES, max_dbs=3, max_readers=512)
+            self._env = _open_index(path)
             self._places = self._env.open_db(b"places")
             self._freed = self._env.open_db(b"freed")  # what the index has forgotten and the files haven't
             self._meta = self._env.open_db(b"meta")
@@ -226,7 +230,16 @@ class SegmentStore:
                 txn.delete(key, db=self._freed)
 
     def _recover(self) -> None:
-        """Free what a process that was killed has left: given up and not freed, or written and not named."""
+        """Find records again whose index is lost; free what a process that was killed has left: given up and not freed,
+        or written and not named."""
+        with self._env.begin(db=self._meta) as txn:
+            is_new = txn.get(_GENERATION_KEY) is None
+        if is_new and self._files.segments():
+            with self._writing() as (txn, _):
+                for key, segment, offset, lengths in find_chunks(self._files):
+                    txn.put(key, _Place(segment, offset, lengths).pack())
+                logger.warning("found %d chunks again whose index was lost", txn.stat(self._places)["entries"])
+            self._free = None
         self._sweep()
         with self._env.begin(db=self._places, write=True) as txn:  # nobody writes in the meantime
             for extent in list(_outside(self._files.data(), self._known(txn))):
@@ -259,6 +272,22 @@ def _outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent
             extent = next(rest, None)
         if start < part.end:
             yield Extent(part.segment, start, part.end - start)
+
+
+def _open_index(path: Path) -> lmdb.Environment:
+    """An index that can't be opened is put aside, if there are segments to find its contents in."""
+
+    def opened() -> lmdb.Environment:
+        return lmdb.open(str(path), map_size=_INDEX_MAP_BYTES, max_dbs=3, max_readers=512)
+
+    try:
+        return opened()
+    except lmdb.Error as error:
+        if not any((path / "segments").glob("*.seg")):
+            raise
+        logger.warning("%s is damaged: %s", path / "data.mdb", error)
+        (path / "data.mdb").rename(path / "data.mdb.damaged")
+        return opened()
 
 
 class _SegmentSnapshot:

@@ -251,6 +251,33 @@ def test_a_file_cut_off_is_a_miss_and_no_crash(tmp_path, keep):
     store.close()
 
 
+@pytest.mark.parametrize("loss", ["gone", "nonsense"])
+def test_chunks_are_found_again_without_their_index(tmp_path, loss):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n, num_tokens=50 * n)) for n in range(1, 6)])
+    store.put([(make_key(chunk=1, fingerprint=9), make_layers()[:2])])  # another model, of two layers
+    store.put([(make_key(chunk=2), make_layers(seed=20, num_tokens=70))])
+    store.delete([make_key(chunk=3).chunk_hash])
+    segment, offset, _ = store.locate(make_key(chunk=4), 1)
+    store.close()
+    with segment.open("r+b") as file:
+        file.seek(offset + 1000)
+        file.write(b"damage")
+    if loss == "gone":
+        (tmp_path / "kv" / "data.mdb").unlink()
+    else:
+        (tmp_path / "kv" / "data.mdb").write_bytes(b"not lmdb at all" * 1000)
+    again = SegmentStore(tmp_path / "kv")
+    assert set(again.chunk_hashes()) == {make_key(chunk=n).chunk_hash for n in (1, 2, 5)}
+    assert again.contains(make_key(chunk=1, fingerprint=9))
+    with again.snapshot() as snapshot:
+        assert torch.equal(snapshot.get(make_key(chunk=2), 2).k, make_layers(seed=20, num_tokens=70)[2].k)
+    assert again.verify().problems == []
+    again.put([(make_key(chunk=4), make_layers())])
+    assert again.verify().problems == []
+    again.close()
+
+
 def test_space_is_used_again(tmp_path):
     store = SegmentStore(tmp_path / "kv")
     for n in range(40):
