@@ -8,6 +8,7 @@ long run can be interrupted and goes on where it stopped.
 import asyncio
 import json
 import random
+import shutil
 import tempfile
 import time
 import uuid
@@ -44,7 +45,7 @@ KV_KINDS = {
 DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24
 CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
-KEPT_BYTES = 24 << 30  # KV is kept between examples, which share chunks, up to about this size
+KEPT_BYTES = 24 << 30  # KV is kept between examples, which share chunks, up to this size or half of the free disk
 GREEDY_TOKENS, GOLD_TOKENS = 16, 48
 
 
@@ -136,6 +137,7 @@ class _Bench:
     ) -> None:
         self._engine, self._config, self._dataset, self._settings = engine, config, dataset, settings
         self._store = store
+        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.path).free // 2)
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._layout = PromptLayout(folder, dataset.instruction, dataset.asking)
@@ -280,7 +282,7 @@ class _Bench:
 
     def _forget(self) -> None:
         """Delete all KV but that of the pool and the anchor, once it has grown too large."""
-        if self._store.stats().size_bytes < KEPT_BYTES:
+        if self._store.stats().size_bytes < self._kept_bytes:
             return
         kept = {*self._pool, self._kv["anchor"].anchor_hash}
         self._store.delete(set(self._store.chunk_hashes()) - kept)

@@ -26,7 +26,7 @@ from ragkv import __version__
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
 from ragkv.config import AnswerConfig, Config, ServerConfig
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
-from ragkv.policies import DESCRIPTIONS, SHIFT, Policy
+from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class AnswerRequest(BaseModel):
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to retrieve")
     policy: str | None = Field(
         None,
-        description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items()) + f"; `+shift`: {SHIFT}",
+        description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items())
+        + f"; `+shift`: {SHIFT}; `+full`: {FULL}",
         examples=[*DESCRIPTIONS, "query+shift"],
     )
     budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")

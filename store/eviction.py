@@ -8,11 +8,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from ragkv.errors import ConfigError
-
-Hint = Literal["normal", "pin", "ephemeral"]
 
 
 @dataclass
@@ -21,7 +18,6 @@ class Entry:
 
     size_bytes: int
     cost_ms: float
-    hint: Hint = "normal"
     frequency: int = 1
     priority: float = 0.0
     stamp: int = 0
@@ -55,7 +51,7 @@ DESCRIPTIONS = {
 class Eviction:
     """The entries of one tier in the order in which they would go. Keys are what callers make of them.
 
-    Ephemeral entries go before all others, pinned ones never. Not thread-safe. Raises ConfigError for an unknown name.
+    Not thread-safe. Raises ConfigError for an unknown name.
     """
 
     def __init__(self, name: str = "gdsf") -> None:
@@ -77,10 +73,10 @@ class Eviction:
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)
 
-    def add(self, key: Hashable, size_bytes: int, cost_ms: float, hint: Hint = "normal", frequency: int = 1) -> None:
-        """Add or replace an entry, as used just now. frequency: that of an earlier life, where known."""
+    def add(self, key: Hashable, size_bytes: int, cost_ms: float) -> None:
+        """Add or replace an entry, as used just now."""
         self.remove(key)
-        self._entries[key] = entry = Entry(size_bytes, cost_ms, hint, frequency)
+        self._entries[key] = entry = Entry(size_bytes, cost_ms)
         self.size_bytes += size_bytes
         self._place(key, entry)
 
@@ -93,30 +89,25 @@ class Eviction:
         self._place(key, entry)
         return True
 
-    def hint(self, key: Hashable, hint: Hint) -> None:
-        self._entries[key].hint = hint
-        self._place(key, self._entries[key])
-
     def remove(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.size_bytes -= entry.size_bytes
 
     def evict(self) -> Hashable | None:
-        """Remove and return the entry with the lowest priority; None if all that is left is pinned."""
+        """Remove and return the entry with the lowest priority; None if there is none."""
         while self._heap:
             priority, stamp, key = heapq.heappop(self._heap)
             entry = self._entries.get(key)
-            if entry is not None and entry.stamp == stamp and entry.hint != "pin":
-                if entry.hint == "normal":
-                    self._clock = max(self._clock, priority)
+            if entry is not None and entry.stamp == stamp:
+                self._clock = max(self._clock, priority)
                 self.remove(key)
                 return key
         return None
 
     def _place(self, key: Hashable, entry: Entry) -> None:
         entry.stamp = next(self._stamps)
-        entry.priority = float("-inf") if entry.hint == "ephemeral" else self._priority(entry, self._clock)
+        entry.priority = self._priority(entry, self._clock)
         heapq.heappush(self._heap, (entry.priority, entry.stamp, key))
         if len(self._heap) > 4 * len(self._entries) + 64:  # most of it is outdated: earlier places of entries
             self._heap = [(e.priority, e.stamp, k) for k, e in self._entries.items()]

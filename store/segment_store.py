@@ -91,14 +91,25 @@ class SegmentStore:
         with self._env.begin(db=self._meta) as txn:
             found = txn.get(_FORMAT_KEY)
         if found is None:
-            with self._env.begin(db=self._meta, write=True) as txn:
-                txn.put(_FORMAT_KEY, expected)
+            self._begin_index(expected)
         elif found != expected:
             self._env.close()
             raise StoreError(
                 f"{self.path} holds KV records of format {found.decode(errors='replace')}; this release reads format "
                 f"{FORMAT_VERSION}. Use the release that wrote it, another --home, or delete the folder and index again"
             )
+
+    def _begin_index(self, version: bytes) -> None:
+        """Of a new store, or of one whose index is lost: then chunks are found again by their records. All of it in one
+        transaction, so that an index with a format is whole, and what it doesn't name may be freed."""
+        with self._writing() as (txn, _):
+            if txn.get(_FORMAT_KEY, db=self._meta) is None:  # no other process was faster
+                for key, segment, offset, lengths in find_chunks(self._files):
+                    txn.put(key, _Place(segment, offset, lengths).pack())
+                if num_found := txn.stat(self._places)["entries"]:
+                    logger.warning("found %d chunks again whose index was lost", num_found)
+                txn.put(_FORMAT_KEY, version, db=self._meta)
+        self._free = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         taken: list[Extent] = []
@@ -230,16 +241,7 @@ class SegmentStore:
                 txn.delete(key, db=self._freed)
 
     def _recover(self) -> None:
-        """Find records again whose index is lost; free what a process that was killed has left: given up and not freed,
-        or written and not named."""
-        with self._env.begin(db=self._meta) as txn:
-            is_new = txn.get(_GENERATION_KEY) is None
-        if is_new and self._files.segments():
-            with self._writing() as (txn, _):
-                for key, segment, offset, lengths in find_chunks(self._files):
-                    txn.put(key, _Place(segment, offset, lengths).pack())
-                logger.warning("found %d chunks again whose index was lost", txn.stat(self._places)["entries"])
-            self._free = None
+        """Free what a process that was killed has left: given up and not freed, or written and not named."""
         self._sweep()
         with self._env.begin(db=self._places, write=True) as txn:  # nobody writes in the meantime
             for extent in list(_outside(self._files.data(), self._known(txn))):

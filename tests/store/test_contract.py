@@ -278,6 +278,22 @@ def test_chunks_are_found_again_without_their_index(tmp_path, loss):
     again.close()
 
 
+def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *\n"
+        "store = SegmentStore(Path(sys.argv[1]))\n"
+        "store._files.sync = lambda segments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.put([(make_key(chunk=1), make_layers()[:2])])"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "kv", os.path.dirname(__file__)])
+    assert killed.returncode == -signal.SIGKILL
+    assert list((tmp_path / "kv" / "segments").iterdir())
+    store = SegmentStore(tmp_path / "kv")
+    assert list(store.chunk_hashes()) == []
+    assert store.verify().problems == []
+    store.close()
+
+
 def test_space_is_used_again(tmp_path):
     store = SegmentStore(tmp_path / "kv")
     for n in range(40):

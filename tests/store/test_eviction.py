@@ -57,19 +57,6 @@ def test_what_was_popular_once_grows_old(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_hints(name):
-    eviction = filled(name)
-    eviction.hint(0, "pin")
-    eviction.add(3, 1, 1, "ephemeral")
-    for _ in range(5):
-        eviction.use(3)
-    assert [eviction.evict() for _ in range(4)] == [3, 1, 2, None]
-    assert 0 in eviction and len(eviction) == 1
-    eviction.hint(0, "normal")
-    assert eviction.evict() == 0
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_sizes_add_up_whatever_happens(name):
     rng, eviction, sizes = random.Random(1), Eviction(name), {}
     for step in range(3000):
