@@ -54,7 +54,6 @@ def diagnose(config: Config) -> list[Check]:
         ("torch extras", torch_extras),
         ("triton", triton),
         ("transformers", lambda: package("transformers")),
-        ("lmdb", lambda: package("lmdb")),
         ("faiss", lambda: package("faiss", "faiss-cpu", "faiss-gpu")),
         ("home", lambda: home_folder(home)),
         ("disk", lambda: disk(home)),

@@ -82,7 +82,7 @@ class Pipeline:
         async with self._starting:
             if self._engine is None:
                 report(f"starting vLLM with {self.config.model.name}")
-                self._store.close()  # an open LMDB must not be carried into vLLM's processes
+                self._store.close()  # an open SQLite must not be carried into vLLM's processes
                 model = self.config.model
                 self._engine = await Engine.start(
                     self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.codec

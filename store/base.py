@@ -27,7 +27,8 @@ class Verification:
 
 
 class Snapshot(Protocol):
-    """A view of the store that no later writes get into. What is deleted in the meantime may be gone from it."""
+    """A view of the store in which each chunk stays what it was when it was first asked for, or is gone once it is
+    deleted or replaced."""
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
         """One layer of a chunk, or None where there is none.

@@ -1,4 +1,4 @@
-"""The in-memory twin of the LMDB store: the same contract in a dict, for tests and for stores that needn't last."""
+"""The in-memory twin of the store on disk: the same contract in a dict, for tests and for stores that needn't last."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
-import lmdb
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -206,8 +207,8 @@ def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:
 
 
 def test_store_of_another_version(filled_home: Path) -> None:
-    with lmdb.open(str(filled_home / "kv"), max_dbs=2) as env, env.begin(db=env.open_db(b"meta"), write=True) as txn:
-        txn.put(b"format", b"99")
+    with closing(sqlite3.connect(filled_home / "kv" / "index.db")) as index, index:
+        index.execute("update meta set value = '99'")
     assert "holds KV records of format 99" in errors("store", "verify")[0]
 
 

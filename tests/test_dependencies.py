@@ -15,10 +15,9 @@ LOWER = {
 # Library to the files that may import it.
 ONLY_IN = {
     "vllm": ("ragkv/engine/",),
-    "lmdb": ("store/segment_store.py",),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
-    "sqlite3": ("retriever/catalog.py",),
+    "sqlite3": ("retriever/catalog.py", "store/index.py", "store/segment_store.py"),
     "sentence_transformers": ("retriever/embedder.py",),
     "typer": ("ragkv/cli/",),
     "fastapi": ("ragkv/server.py",),

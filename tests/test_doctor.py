@@ -65,7 +65,7 @@ def test_diagnose_is_light_and_names_every_check_once(tmp_path: Path) -> None:
 
 def test_an_empty_machine_is_diagnosed_with_remedies(machine: Machine, tmp_path: Path) -> None:
     bad = [check for check in diagnose(Config(home=tmp_path / "home")) if check.ok is False]
-    assert {"vllm", "torch", "transformers", "lmdb", "faiss"} <= {check.name for check in bad}
+    assert {"vllm", "torch", "transformers", "faiss"} <= {check.name for check in bad}
     assert all(check.remedy for check in bad)
     assert not (tmp_path / "home").exists()
 

@@ -88,6 +88,8 @@ def test_a_snapshot_does_not_see_later_writes(store):
     key = make_key()
     store.put([(key, make_layers(seed=1))])
     with store.snapshot() as snapshot:
+        assert snapshot.get(key, 1) is not None
+        assert snapshot.get(make_key(chunk=5), 1) is None
         store.delete([key.chunk_hash])
         store.put([(make_key(chunk=5), make_layers())])
         found = snapshot.get(key, 0)
@@ -176,9 +178,16 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
 
 def test_something_else_in_the_folder_is_refused(tmp_path):
     (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "data.mdb").write_bytes(b"not lmdb at all" * 1000)
+    (tmp_path / "kv" / "data.mdb").write_bytes(b"an index of LMDB")
+    with pytest.raises(StoreError, match="indexed it with LMDB. Delete the folder"):
+        SegmentStore(tmp_path / "kv")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "kv").write_text("mine")
     with pytest.raises(StoreError, match="Is it a ragkv store"):
         SegmentStore(tmp_path / "kv")
+    assert (tmp_path / "kv").read_text() == "mine"
 
 
 def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
@@ -264,9 +273,9 @@ def test_chunks_are_found_again_without_their_index(tmp_path, loss):
         file.seek(offset + 1000)
         file.write(b"damage")
     if loss == "gone":
-        (tmp_path / "kv" / "data.mdb").unlink()
+        (tmp_path / "kv" / "index.db").unlink()
     else:
-        (tmp_path / "kv" / "data.mdb").write_bytes(b"not lmdb at all" * 1000)
+        (tmp_path / "kv" / "index.db").write_bytes(b"not a database at all" * 1000)
     again = SegmentStore(tmp_path / "kv")
     assert set(again.chunk_hashes()) == {make_key(chunk=n).chunk_hash for n in (1, 2, 5)}
     assert again.contains(make_key(chunk=1, fingerprint=9))
@@ -276,6 +285,25 @@ def test_chunks_are_found_again_without_their_index(tmp_path, loss):
     again.put([(make_key(chunk=4), make_layers())])
     assert again.verify().problems == []
     again.close()
+
+
+def test_a_damaged_index_is_not_taken_away_from_another_process(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(), make_layers())])
+    store.close()  # that moves all from the log into the file
+    store = SegmentStore(tmp_path / "kv")
+    index = tmp_path / "kv" / "index.db"
+    whole = index.read_bytes()
+    index.write_bytes(b"not a database at all" * 1000)
+    code = (
+        "import sys; from pathlib import Path; from ragkv.store.segment_store import SegmentStore;"
+        "SegmentStore(Path(sys.argv[1]))"
+    )
+    refused = subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], capture_output=True, text=True)
+    assert "another process uses it" in refused.stderr
+    assert index.read_bytes() == b"not a database at all" * 1000
+    index.write_bytes(whole)
+    store.close()
 
 
 def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):
