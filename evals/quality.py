@@ -110,7 +110,7 @@ async def run(
     if todo:
         folder = models.resolve(config.model.name, config.home)
         with tempfile.TemporaryDirectory(prefix="ragkv-quality-", dir=out.parent) as store:
-            engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.codec)
+            engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.options())
             try:
                 if engine.unsupported:
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")

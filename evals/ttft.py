@@ -52,7 +52,7 @@ async def run(
     folder = models.resolve(config.model.name, config.home)
     layout = PromptLayout(folder)
     with tempfile.TemporaryDirectory(prefix="ragkv-ttft-") as store:
-        engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.codec)
+        engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.options())
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")

@@ -53,6 +53,13 @@ class ChunkKV:
             spans.append(self.averaged(span) if averaged else span)
         return FuseTask(tuple(spans), policy)
 
+    def without_average(self, task: FuseTask) -> list[str]:
+        """The chunks of a task that have no average, though they would be nearer to what prefill computes with one."""
+        if self.captures == 1:
+            return []
+        start = len(self._anchor)
+        return [s.chunk_hash for s in task.spans if s.start > start and s.anchor_hash == self.anchor_hash]
+
     async def capture_anchor(self, engine: Engine, store: KVStore) -> None:
         if not store.contains(self.key(self.anchor_span)):
             await engine.capture(self._anchor, CaptureTask(self.anchor_span))

@@ -71,6 +71,19 @@ class StoreConfig(Section):
     codec: Literal["raw", "int8", "fp8"] = Field(
         "raw", description="How KV is stored from now on: as it is, or as 8-bit numbers with scales"
     )
+    disk_gib: float | None = Field(
+        None,
+        gt=0,
+        description="What chunks' KV may take on disk, in GiB; beyond it goes what is worth least. Default: all",
+    )
+    eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = Field(
+        "gdsf", description="What is worth least: by uses and cost for its size, by last use, or by number of uses"
+    )
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of `SegmentStore`: plain data."""
+        disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
+        return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
 
 
 class AnswerConfig(Section):

@@ -25,6 +25,7 @@ from ragkv.home import Home, Owner
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
+from ragkv.recapture import Recapture
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.documents import Document, find_files, load_file
@@ -55,6 +56,7 @@ class Pipeline:
         self._engine: Engine | None = None
         self._store: SegmentStore = home.open_store()
         self._starting = asyncio.Lock()
+        self._recapture = Recapture(self._capture_again)
 
     @classmethod
     async def open(
@@ -85,13 +87,14 @@ class Pipeline:
                 self._store.close()  # an open SQLite must not be carried into vLLM's processes
                 model = self.config.model
                 self._engine = await Engine.start(
-                    self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.codec
+                    self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.options()
                 )
                 self._store = self._home.open_store()
                 self._catalog.put_setting(_UNSUPPORTED_SETTING, self._engine.unsupported or "")
             return self._engine
 
     async def close(self) -> None:
+        await self._recapture.close()
         if self._engine is not None:
             await self._engine.close()
         self._store.close()
@@ -108,8 +111,10 @@ class Pipeline:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How often something kept a chunk or a request from being reused, by reason."""
-        return dict(self._engine.counters) if self._engine else {}
+        """How often something kept a chunk or a request from being reused, by reason; how many chunks were captured
+        again for it."""
+        counters = dict(self._engine.counters) if self._engine else {}
+        return counters | {"recaptured_chunks": self._recapture.num_captured}
 
     # Index time
 
@@ -145,7 +150,7 @@ class Pipeline:
     def _load(self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]) -> Found:
         """Read every file; chunk what is new or changed."""
         found = Found({str(file.resolve()) for file in files})
-        stored = set(self._store.chunk_hashes())
+        stored = self._known_kv()
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
@@ -178,11 +183,15 @@ class Pipeline:
         chunks = self._catalog.document_chunks(document_id)
         return not self._fuses or all(chunk.chunk_hash in stored for chunk in chunks)
 
+    def _known_kv(self) -> set[str]:
+        """Chunks with KV, and those that had to make room under a budget: they come back when they are asked for."""
+        return set(self._store.chunk_hashes(evicted=self.config.store.disk_gib is not None))
+
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         if self._anchor_is_lost():
             return True
-        stored = set(self._store.chunk_hashes())
+        stored = self._known_kv()
         for document in (document for file in find_files(paths) for document in load_file(file)):
             if isinstance(document, Document) and not (
                 self._catalog.document_digest(document.id) == self._digest(document)
@@ -193,7 +202,7 @@ class Pipeline:
 
     def _anchor_is_lost(self) -> bool:
         indexed = self._fuses and bool(self._catalog.documents())
-        return indexed and self._anchor_hash not in set(self._store.chunk_hashes())
+        return indexed and self._anchor_hash not in self._known_kv()
 
     @property
     def _fuses(self) -> bool:
@@ -272,12 +281,24 @@ class Pipeline:
 
     def _collect_garbage(self) -> int:
         """Delete KV that an interrupted run left without a document."""
-        orphans = set(self._store.chunk_hashes()) - self._catalog.chunk_hashes() - {self._anchor_hash}
+        orphans = set(self._store.chunk_hashes(evicted=True)) - self._catalog.chunk_hashes() - {self._anchor_hash}
         if orphans:
             self._store.delete(orphans)
         return len(orphans)
 
     # Question time
+
+    async def _capture_again(self, digest: str) -> None:
+        """Make what KV is lost of one chunk, or of the anchor. Raises StoreError if there is no space."""
+        if digest == self._anchor_hash:
+            await self._capture_anchor()
+        chunk = self._catalog.chunk_of(digest)
+        if chunk is None:  # its document is gone
+            return
+        engine = await self.start()
+        kv, chunks = self._chunk_kv(engine), {digest: chunk.token_ids}
+        _, vectors = self._catalog.vectors([chunk.id])
+        await kv.capture(engine, self._store, chunks, self._others(kv, chunks, [digest], vectors))
 
     async def answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
@@ -285,6 +306,12 @@ class Pipeline:
         Chunks that don't fit into the context are left out, worst first. Closing the generator frees everything.
         Raises ContextTooLongError if the question alone doesn't fit.
         """
+        with self._recapture.answering():
+            async with aclosing(self._answer(question, options)) as events:
+                async for event in events:
+                    yield event
+
+    async def _answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         engine = await self.start()
         begin = time.perf_counter()
         question_tokens = self._fitting_question(question, options.max_tokens, engine.max_model_len)
@@ -294,7 +321,8 @@ class Pipeline:
         sources = self._sources(hits)
         yield Retrieved(sources)
         digests = [hit.chunk.chunk_hash for hit in hits]
-        task = self._chunk_kv(engine).task(prompt, digests, options.policy, self._store)
+        kv = self._chunk_kv(engine)
+        task = kv.task(prompt, digests, options.policy, self._store)
         salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, options.policy)
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
@@ -308,6 +336,8 @@ class Pipeline:
                 texts.append(output.text)
                 if output.text:
                     yield Delta(output.text)
+        if output.report is not None and options.policy.name != "full":
+            self._recapture.add([*output.report.lost_chunks, *kv.without_average(task)])
         now = time.perf_counter()
         timings = Timings(1e3 * (submitted - begin), ttft_ms=ttft_ms, total_ms=1e3 * (now - begin))
         yield self._finished(

@@ -135,7 +135,9 @@ class StatusResponse(BaseModel):
 
 
 class HealthResponse(StatusResponse):
-    counters: dict[str, int] = Field(description="How often KV wasn't reused, by reason, since the start")
+    counters: dict[str, int] = Field(
+        description="How often KV wasn't reused, by reason, and chunks captured again, since the start"
+    )
 
 
 def create_app(pipeline: Pipeline) -> FastAPI:

@@ -168,6 +168,11 @@ class Catalog:
         """Return the document's chunks in their order; none if it isn't here."""
         return [_chunk(row) for row in self._rows(f"{_CHUNK} WHERE document_id = ? ORDER BY ordinal", id)]
 
+    def chunk_of(self, hash: str) -> Chunk | None:
+        """Any chunk with this hash: they are all of the same text."""
+        rows = self._rows(f"{_CHUNK} WHERE hash = ? LIMIT 1", hash)
+        return _chunk(rows[0]) if rows else None
+
     def iter_chunks(self) -> Iterator[Chunk]:
         """Yield all chunks by id. Reads in batches and holds no lock between them: changes made meanwhile may show."""
         last = 0

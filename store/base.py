@@ -57,10 +57,18 @@ class KVStore(Protocol):
         """Whether the chunk's records are there, without reading their payload."""
         ...
 
+    def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Count a use of each of these chunks, whether it is there or not: what is used often is kept longest."""
+        ...
+
     def snapshot(self) -> AbstractContextManager[Snapshot]: ...
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Remove every record of these chunks, whatever the model and anchor. Returns how many records went."""
+        ...
+
+    def discard(self, key: ChunkKey) -> None:
+        """Remove one capture of a chunk."""
         ...
 
     def chunk_hashes(self) -> Iterator[str]:

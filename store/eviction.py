@@ -14,17 +14,18 @@ from ragkv.errors import ConfigError
 
 @dataclass
 class Entry:
-    """size_bytes: what it takes; cost_ms: what making it again would take; frequency: how often it was used."""
+    """size_bytes: what it takes; cost: of making it again; frequency: how often it was used; stamp: when, of anything
+    that grows."""
 
     size_bytes: int
-    cost_ms: float
+    cost: float
     frequency: int = 1
     priority: float = 0.0
-    stamp: int = 0
+    stamp: float = 0.0
 
 
 def _lru(entry: Entry, clock: float) -> float:
-    return float(entry.stamp)
+    return entry.stamp
 
 
 def _lfu(entry: Entry, clock: float) -> float:
@@ -36,7 +37,7 @@ def _lfuda(entry: Entry, clock: float) -> float:
 
 
 def _gdsf(entry: Entry, clock: float) -> float:
-    return clock + entry.frequency * entry.cost_ms / max(1, entry.size_bytes)
+    return clock + entry.frequency * entry.cost / max(1, entry.size_bytes)
 
 
 POLICIES: dict[str, Callable[[Entry, float], float]] = {"gdsf": _gdsf, "lru": _lru, "lfu": _lfu, "lfuda": _lfuda}
@@ -59,7 +60,7 @@ class Eviction:
             raise ConfigError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}")
         self._priority = POLICIES[name]
         self._entries: dict[Hashable, Entry] = {}
-        self._heap: list[tuple[float, int, Hashable]] = []
+        self._heap: list[tuple[float, float, Hashable]] = []
         self._stamps = itertools.count(1)
         self._clock = 0.0
         self.size_bytes = 0
@@ -73,10 +74,10 @@ class Eviction:
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)
 
-    def add(self, key: Hashable, size_bytes: int, cost_ms: float) -> None:
+    def add(self, key: Hashable, size_bytes: int, cost: float) -> None:
         """Add or replace an entry, as used just now."""
         self.remove(key)
-        self._entries[key] = entry = Entry(size_bytes, cost_ms)
+        self._entries[key] = entry = Entry(size_bytes, cost)
         self.size_bytes += size_bytes
         self._place(key, entry)
 

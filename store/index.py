@@ -23,6 +23,9 @@ _SCHEMA = """
 create table meta (name text primary key, value text not null) without rowid;
 create table chunk (key blob primary key, place blob not null) without rowid;
 create table freed (id integer primary key, key blob not null, place blob not null);
+create table usage (key blob primary key, size integer, cost real, uses integer, used_at real, priority real, hint text)
+  without rowid;
+create index usage_priority on usage (priority);
 """
 _PLACE = struct.Struct("<IQ")  # segment, offset; then each layer's length, uint32; then a checksum, uint64
 _CHECKSUM = struct.Struct("<Q")
@@ -101,6 +104,7 @@ class Index:
             for key in bad:
                 changes.query("delete from chunk where key is ?", key)
             changes.freed()
+            changes.query("select key, size, cost, uses, used_at, priority, hint from usage limit 1")
         problems = [row[0] for row in self._read("pragma quick_check")]
         if problems != ["ok"]:
             raise DamagedIndexError("; ".join(map(str, problems[:3])))
@@ -118,9 +122,10 @@ class Index:
             return None
         return Place.unpack(key, rows[0][0]) if rows else None
 
-    def chunks(self) -> list[bytes]:
-        """The keys of all, in order."""
-        return [key for (key,) in self._read("select key from chunk order by key")]
+    def chunks(self, *, evicted: bool = False) -> list[bytes]:
+        """The keys of all, in order; with `evicted` also of those that were evicted."""
+        statement = "select key from chunk" + (" union select key from usage" if evicted else "")
+        return [key for (key,) in self._read(f"{statement} order by key")]
 
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
@@ -157,10 +162,10 @@ class Changes:
     """A write transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
+        self.connection = connection
 
     def query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with closing(self._connection.execute(statement, values)) as cursor:
+        with closing(self.connection.execute(statement, values)) as cursor:
             return cursor.fetchall()
 
     @property
@@ -178,10 +183,9 @@ class Changes:
 
     def delete(self, prefix: bytes) -> list[Place]:
         """Forget all chunks whose keys begin so."""
-        after = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix) + 1, "big")[1:]
-        bounds = (prefix, after) if int.from_bytes(after, "big") else (prefix, b"\xff" * (len(prefix) + 256))
-        rows = self.query("select key, place from chunk where key >= ? and key < ?", *bounds)
-        self.query("delete from chunk where key >= ? and key < ?", *bounds)
+        bounds = (prefix, prefix + b"\xff" * 64)
+        rows = self.query("select key, place from chunk where key between ? and ?", *bounds)
+        self.query("delete from chunk where key between ? and ?", *bounds)
         return self._give_up(rows)
 
     def _give_up(self, rows: list[tuple]) -> list[Place]:  # type: ignore[type-arg]

@@ -21,6 +21,9 @@ class MemoryStore:
     def contains(self, key: ChunkKey) -> bool:
         return key.layer(0) in self._records
 
+    def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Nothing is evicted."""
+
     @contextmanager
     def snapshot(self) -> Iterator["_MemorySnapshot"]:
         yield _MemorySnapshot(self._records)
@@ -31,6 +34,10 @@ class MemoryStore:
         num_deleted = len(self._records) - len(kept)
         self._records = kept
         return num_deleted
+
+    def discard(self, key: ChunkKey) -> None:
+        prefix = key.prefix()
+        self._records = {k: v for k, v in self._records.items() if not k.startswith(prefix)}
 
     def chunk_hashes(self) -> Iterator[str]:
         return iter(sorted({key[:HASH_BYTES].hex() for key in self._records}))

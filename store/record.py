@@ -104,6 +104,13 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     return LayerKV(k, v, head.base_position, spread)
 
 
+def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
+    """The length of the record that `encode` makes."""
+    num_kv_heads, num_tokens, head_size = kv.k.shape
+    shape = (num_kv_heads, num_tokens, head_size)
+    return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.spread is not None).length
+
+
 def identify(value: bytes | memoryview) -> tuple[bytes, int]:
     """The key and the length of the record that begins here. Raises CorruptRecordError if none does."""
     view = memoryview(value)

@@ -13,6 +13,8 @@ import shutil
 import sqlite3
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,29 +22,49 @@ from pathlib import Path
 
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
-from ragkv.store.codecs import RAW, Codec
+from ragkv.store.codecs import CODECS
 from ragkv.store.index import Changes, DamagedIndexError, Index, Place
 from ragkv.store.rebuild import find_chunks
-from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, LayerKV, decode, encode
+from ragkv.store.record import (
+    FORMAT_VERSION,
+    ChunkKey,
+    CorruptRecordError,
+    LayerKV,
+    decode,
+    encode,
+    record_bytes,
+)
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
+from ragkv.store.usage import Hint, Usage
 from ragkv.store.verification import HASH_BYTES, verify_records
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = "format"
 _NEARLY_FULL_BYTES = 64 << 20
+_USES_EVERY_S = 10.0
+
+_Chunk = tuple[ChunkKey, Sequence[LayerKV]]
 
 
 class SegmentStore:
     """Chunk KV in the folder `path`. codec: how records are written; those that are there may have others.
 
+    disk_bytes: what the records may take; for a chunk that needs room those go that `eviction` values least. None: no
+    limit.
+
     Any number of processes may have the folder open, and write in turn; threads may share a store. Raises StoreError if
     the folder holds something else, was made by another version, or can't be written.
     """
 
-    def __init__(self, path: Path, codec: Codec = RAW) -> None:
-        self.path, self._codec = path, codec
+    def __init__(
+        self, path: Path, codec: str = "raw", *, disk_bytes: int | None = None, eviction: str = "gdsf"
+    ) -> None:
+        self.path, self._codec, self._disk_bytes, self._usage = path, CODECS[codec], disk_bytes, Usage(eviction)
+        self._uses: Counter[bytes] = Counter()  # not yet in the index
+        self._uses_written_at = time.monotonic()
         self._write_lock = threading.Lock()
+        self.num_evicted = 0
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
         try:
@@ -112,7 +134,9 @@ class SegmentStore:
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         taken: list[Extent] = []
         try:
+            chunks = self._admitted(list(chunks))
             with self._writing() as (changes, free):
+                self._write_uses(changes)
                 try:
                     for key, layers in chunks:
                         values = [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]
@@ -120,6 +144,7 @@ class SegmentStore:
                         taken.append(extent)
                         self._files.write(extent, values)
                         changes.put(key.prefix(), Place(extent.segment, extent.offset, tuple(map(len, values))))
+                        self._usage.put(changes, key.prefix(), extent.length, cost=layers[0].k.shape[1])
                     self._files.sync(extent.segment for extent in taken)
                 except BaseException:
                     for extent in taken:
@@ -127,6 +152,61 @@ class SegmentStore:
                     raise
             self._sweep()
         except (sqlite3.Error, OSError) as error:
+            raise self._storage_error("write to", error) from error
+
+    def _admitted(self, chunks: list[_Chunk]) -> list[_Chunk]:
+        """As many of these chunks, in order, as there is room for once others have been evicted."""
+        if self._disk_bytes is None:
+            return chunks
+        sizes = [sum(padded(record_bytes(kv, self._codec)) for kv in layers) for _, layers in chunks]
+        wanted = 0
+        for size in sizes:
+            wanted += size if wanted + size <= self._disk_bytes else 0
+        with self._writing() as (changes, free):
+            self._write_uses(changes)
+            room = self._disk_bytes - free.used_bytes
+            for key in self._usage.victims(changes, wanted - room) if wanted > room else ():
+                room += sum(place.extent.length for place in changes.delete(key))
+                self.num_evicted += 1
+        self._sweep()
+        admitted = []
+        for chunk, size in zip(chunks, sizes, strict=True):
+            if size <= room:
+                admitted.append(chunk)
+                room -= size
+        if len(admitted) < len(chunks):
+            logger.warning(
+                "%d of %d chunks aren't stored: the budget of %d MiB has no room that may be made for them",
+                *(len(chunks) - len(admitted), len(chunks), self._disk_bytes >> 20),
+            )
+        return admitted
+
+    def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Written to the index every few seconds, and with what is written anyway."""
+        self._uses.update(key.prefix() for key in keys)
+        if time.monotonic() - self._uses_written_at > _USES_EVERY_S:
+            self._flush_uses()
+
+    def _flush_uses(self) -> None:
+        if self._uses:
+            try:
+                with self._index.writing() as changes:
+                    self._write_uses(changes)
+            except sqlite3.Error as error:  # the disk is full, or another process writes for long
+                logger.warning("uses of chunks aren't counted: %s", error)
+
+    def _write_uses(self, changes: Changes) -> None:
+        uses, self._uses = self._uses, Counter()
+        self._uses_written_at = time.monotonic()
+        self._usage.use(changes, uses)
+
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
+        """How these chunks' records are to be treated when room is needed (`ragkv.store.usage.HINTS`)."""
+        try:
+            with self._index.writing() as changes:
+                for chunk_hash in chunk_hashes:
+                    self._usage.hint(changes, bytes.fromhex(chunk_hash), hint)
+        except sqlite3.Error as error:
             raise self._storage_error("write to", error) from error
 
     def contains(self, key: ChunkKey) -> bool:
@@ -140,11 +220,23 @@ class SegmentStore:
         """Gone for good when it returns: the bytes can't be read from the files any more."""
         try:
             with self._writing() as (changes, _):
-                places = [place for chunk_hash in chunk_hashes for place in changes.delete(bytes.fromhex(chunk_hash))]
+                places = []
+                for prefix in map(bytes.fromhex, chunk_hashes):
+                    places += changes.delete(prefix)
+                    self._usage.delete(changes, prefix)
             self._sweep()
         except (sqlite3.Error, OSError) as error:
             raise self._storage_error("delete from", error) from error
         return sum(len(place.lengths) for place in places)
+
+    def discard(self, key: ChunkKey) -> None:
+        """Forget one capture of a chunk whose bytes went bad. Its uses still count."""
+        try:
+            with self._writing() as (changes, _):
+                changes.delete(key.prefix())
+            self._sweep()
+        except (sqlite3.Error, OSError) as error:
+            raise self._storage_error("delete from", error) from error
 
     def locate(self, key: ChunkKey, layer: int) -> tuple[Path, int, int]:
         """The file, offset and length of a record. Raises KeyError where there is none."""
@@ -154,8 +246,9 @@ class SegmentStore:
         segment, offset, length = place.layer(layer)
         return self._files.path(segment), offset, length
 
-    def chunk_hashes(self) -> Iterator[str]:
-        return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks()))
+    def chunk_hashes(self, *, evicted: bool = False) -> Iterator[str]:
+        """The chunks that have records, each once; with `evicted` also those that had to make room."""
+        return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks(evicted=evicted)))
 
     def stats(self) -> StoreStats:
         lengths = [place.lengths for _, place in self._index.places()]
@@ -182,6 +275,8 @@ class SegmentStore:
                 yield prefix + struct.pack(">H", i), self._files.read(*place.layer(i)) or memoryview(b"")
 
     def close(self) -> None:
+        if self._lock >= 0:
+            self._flush_uses()
         self._files.close()
         self._index.close()
         if self._lock >= 0:

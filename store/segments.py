@@ -44,6 +44,10 @@ class FreeSpace:
         for extent in sorted(used):
             self._segments.setdefault(extent.segment, []).append((extent.offset, extent.end))
 
+    @property
+    def used_bytes(self) -> int:
+        return sum(end - start for used in self._segments.values() for start, end in used)
+
     def take(self, length: int) -> Extent:
         """The first gap that is large enough, or the end of a segment with room, or a new segment."""
         segment = 0

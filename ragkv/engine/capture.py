@@ -45,12 +45,17 @@ class Capture:
     def average(self, averages: Sequence["Average"]) -> list["Average"]:
         """Capture each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
 
-        A context whose KV is no longer there is left out. Raises BadSpanError for the anchor's or a chunk's own KV, and
-        StoreError if there is no space.
+        A context whose KV is no longer there is left out, and so is the average of a chunk whose own KV isn't. Raises
+        BadSpanError for the anchor's KV, and StoreError if there is no space.
         """
         for average in averages:
             if not average.mean.count:
-                self._add_alone(average)
+                try:
+                    self._add_alone(average)
+                except BadSpanError as error:
+                    logger.warning("%s; it gets no average", error)
+                    self._source.store.discard(self._source.key(error.span))
+                    average.contexts.clear()
         unfinished = [average for average in averages if average.contexts]
         try:
             captured = self._capture_behind_contexts(unfinished) if unfinished else []
@@ -65,8 +70,9 @@ class Capture:
         for average, layers in zip(unfinished, captured, strict=True):
             average.add(layers)
         complete = [average for average in averages if not average.contexts]
-        if complete:
-            self._source.store.put((self._source.key(a.task.span), a.mean.layers()) for a in complete)
+        made = [(self._source.key(a.task.span), a.mean.layers()) for a in complete if a.mean.count]
+        if made:
+            self._source.store.put(made)
         return complete
 
     def _add_alone(self, average: "Average") -> None:

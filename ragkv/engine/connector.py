@@ -37,7 +37,6 @@ from ragkv.engine.job import (
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
-from ragkv.store.codecs import CODECS
 from ragkv.store.segment_store import SegmentStore
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class RagKVConnector(KVConnectorBase_V1):
             rotations = find_rotations(subset)
         except UnsupportedModelError as error:
             return str(error)
-        store = SegmentStore(Path(extra["store"]), codec=CODECS[extra["codec"]])
+        store = SegmentStore(Path(extra["store"]), **extra["store_options"])
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         self._worker = _WorkerSide(Source(subset, rotations, store, extra["fingerprint"]), max_tokens)
         return None

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,16 @@ class Engine:
 
     @classmethod
     async def start(
-        cls, model: Path, config: ModelConfig, store: Path, fingerprint: str, codec: str = "raw", **engine_args: Any
+        cls,
+        model: Path,
+        config: ModelConfig,
+        store: Path,
+        fingerprint: str,
+        store_options: Mapping[str, Any] | None = None,
+        **engine_args: Any,
     ) -> "Engine":
-        """Load the model (seconds to minutes). codec: how KV is stored (`ragkv.store.codecs`). `engine_args` go to vLLM
-        as they are. Raises ModelError."""
+        """Load the model (seconds to minutes). store_options: of `SegmentStore`. `engine_args` go to vLLM as they are.
+        Raises ModelError."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import AsyncEngineArgs
@@ -76,7 +82,11 @@ class Engine:
             kv_connector_module_path=_CONNECTOR_MODULE,
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"store": str(store), "fingerprint": fingerprint, "codec": codec},
+            kv_connector_extra_config={
+                "store": str(store),
+                "store_options": dict(store_options or {}),
+                "fingerprint": fingerprint,
+            },
         )
         arguments: dict[str, Any] = {
             "model": str(model),

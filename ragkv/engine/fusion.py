@@ -14,6 +14,7 @@ import torch
 from ragkv.engine.fill import BadSpanError, Fill, Source, piece, rows_in
 from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span
 from ragkv.engine.probes import Deviations, Votes
+from ragkv.errors import StoreError
 from ragkv.policies import (
     DEVIATION,
     GRADUAL,
@@ -46,6 +47,8 @@ class Fusion:
         wanted = job.task.spans if job.task.policy.name != "full" else ()
         present = [span for span in wanted if self.source.store.contains(self.source.key(span))]
         report.missing_chunks = len(wanted) - len(present)
+        report.lost_chunks = [span.chunk_hash for span in wanted if span not in present]
+        self.source.store.use(map(self.source.key, wanted))
         while True:
             try:
                 yield from _Request(self.source, job, present, report).run(slice_tokens)
@@ -53,7 +56,9 @@ class Fusion:
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
                 report.corrupt_chunks += 1
+                report.lost_chunks.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
+                self._discard(error.span)
         num_unusable = report.missing_chunks + report.corrupt_chunks
         if num_unusable:
             report.problem = f"{num_unusable} of {len(job.task.spans)} chunks had no usable KV in the store"
@@ -62,6 +67,13 @@ class Fusion:
         elif report.policy != job.task.policy.label:
             report.problem = "less than half of the prompt is cached"
         return report
+
+    def _discard(self, span: Span) -> None:
+        """So that nobody reads it again, and it is captured anew."""
+        try:
+            self.source.store.discard(self.source.key(span))
+        except StoreError as error:
+            logger.warning("bad KV stays in the store: %s", error)
 
     def score(self, job: Job, slice_tokens: Callable[[], int]) -> Generator[None, None, Report]:
         """Fuse the prompt proper, then run each continuation behind it."""

@@ -117,7 +117,8 @@ class Report:
     """What became of a job; returned with the request's last output.
 
     reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
-    missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify; the anchor counts as a chunk.
+    missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify and are discarded; the anchor
+    counts as a chunk. lost_chunks: the hashes of both.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
     covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
     evenness: of that attention (`ragkv.policies.evenness`).
@@ -131,6 +132,7 @@ class Report:
     recomputed_tokens: int = 0
     missing_chunks: int = 0
     corrupt_chunks: int = 0
+    lost_chunks: list[str] = field(default_factory=list)
     load_ms: float = 0.0
     probe_ms: float = 0.0
     recompute_ms: float = 0.0

@@ -175,6 +175,32 @@ def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline
     assert after.usage == before.usage
 
 
+def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, corpus):
+    store = pipeline._store
+    *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    verified, chunks = store.verify(), set(store.chunk_hashes())
+    places = [place for key, place in store._index.places() if key[16:32].hex() != "0" * 32]  # not of the anchor
+    for place in places[::2]:
+        segment, offset, length = place.layer(3)
+        with store._files.path(segment).open("r+b") as file:
+            file.seek(offset + length - 1)
+            (byte,) = file.read(1)
+            file.seek(offset + length - 1)
+            file.write(bytes([byte ^ 1]))
+    *_, without = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    assert without.text == before.text and "no usable KV" in without.fallback
+    deadline = time.monotonic() + 120
+    after = without
+    while after.fallback is not None and time.monotonic() < deadline:
+        runner.run(asyncio.sleep(3))
+        *_, after = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
+    assert after.fallback is None and after.usage == before.usage and after.text == before.text
+    assert pipeline.counters["recaptured_chunks"] >= 1
+    store.delete(chunks)  # for the tests that follow
+    runner.run(pipeline.ingest([corpus]))
+    assert store.verify().num_records == verified.num_records
+
+
 def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline):
     bodies = [
         {
@@ -197,6 +223,32 @@ def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline)
     alone, at_once, refused = runner.run(post_all())
     assert [response["answer"] for response in at_once] == [response["answer"] for response in alone]
     assert refused.status_code == 413 and refused.json()["error"]["limit"] > 1000
+
+
+def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corpus, config, tmp_path):
+    *_, expected = runner.run(events_of(pipeline, QUESTIONS[2], "query:1.0", fresh=True))
+    (tmp_path / "models").symlink_to(config.home / "models")
+    budget = 40 << 20  # of 130 MiB
+    small = config.model_copy(
+        update={"home": tmp_path, "store": config.store.model_copy(update={"disk_gib": budget / (1 << 30)})}
+    )
+
+    async def run():
+        other = await Pipeline.open(small)
+        try:
+            await other.ingest([corpus])
+            stored = other._store.stats()
+            answers = [(await events_of(other, QUESTIONS[2], "query:1.0", fresh=True))[-1] for _ in range(2)]
+            again = await other.ingest([corpus])
+            return stored, answers, again, other._store.verify().problems
+        finally:
+            await other.close()
+
+    stored, answers, again, problems = runner.run(run())
+    assert budget / 2 < stored.size_bytes <= budget and problems == []
+    assert [answer.text for answer in answers] == [expected.text] * 2
+    assert "no usable KV" in answers[0].fallback
+    assert again.documents_unchanged == len(TOPICS) and again.chunks_prefilled == 0
 
 
 def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):
@@ -247,7 +299,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
 
 
 def _num_records(config):
-    if not (config.home / "kv" / "data.mdb").exists():
+    if not (config.home / "kv" / "index.db").exists():
         return 0
     try:
         store = Home(config.home).open_store()

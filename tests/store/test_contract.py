@@ -10,31 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from store_samples import NUM_LAYERS, make_key, make_layers
 
 from ragkv.errors import StoreError
-from ragkv.store.codecs import INT8
 from ragkv.store.memory_store import MemoryStore
-from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
+from ragkv.store.record import CorruptRecordError
 from ragkv.store.segment_store import SegmentStore
-
-NUM_LAYERS = 3
-
-
-def make_key(chunk=1, anchor=2, fingerprint=3, heads=(0, 2)):
-    return ChunkKey(*(f"{value:032x}" for value in (chunk, anchor, fingerprint)), heads=heads)
-
-
-def make_layers(seed=0, num_tokens=5, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (2, num_tokens, 8)
-    return [
-        LayerKV(
-            torch.randn(shape, generator=generator).to(dtype),
-            torch.randn(shape, generator=generator).to(dtype),
-            base_position=7,
-        )
-        for _ in range(NUM_LAYERS)
-    ]
 
 
 @pytest.fixture(params=[MemoryStore, SegmentStore])
@@ -138,12 +119,20 @@ def test_stats(store):
 
 # What only the store on disk has to hold.
 
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from store_samples import *
+from ragkv.store.segment_store import SegmentStore
+"""
+
 
 def test_records_of_several_codecs_lie_side_by_side(tmp_path):
     raw = SegmentStore(tmp_path / "kv")
     raw.put([(make_key(chunk=1), make_layers(seed=1, num_tokens=64))])
     raw.close()
-    store = SegmentStore(tmp_path / "kv", codec=INT8)
+    store = SegmentStore(tmp_path / "kv", codec="int8")
     store.put([(make_key(chunk=2), make_layers(seed=1, num_tokens=64))])
     with store.snapshot() as snapshot:
         exact, rounded = (snapshot.get(make_key(chunk=i), 2).k for i in (1, 2))
@@ -308,8 +297,7 @@ def test_a_damaged_index_is_not_taken_away_from_another_process(tmp_path):
 
 def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *\n"
-        "store = SegmentStore(Path(sys.argv[1]))\n"
+        CHILD + "store = SegmentStore(Path(sys.argv[1]))\n"
         "store._files.sync = lambda segments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "store.put([(make_key(chunk=1), make_layers()[:2])])"
     )
@@ -337,8 +325,7 @@ def test_two_processes_write_in_turn(tmp_path):
     store = SegmentStore(tmp_path / "kv")
     store.put([(make_key(chunk=0), make_layers(num_tokens=100))])
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *;"
-        "store = SegmentStore(Path(sys.argv[1]))\n"
+        CHILD + "store = SegmentStore(Path(sys.argv[1]))\n"
         "for n in range(100, 160): store.put([(make_key(chunk=n), make_layers(seed=n, num_tokens=100))])\n"
         "store.delete([make_key(chunk=n).chunk_hash for n in range(100, 130)])"
     )
@@ -358,8 +345,7 @@ def test_two_processes_write_in_turn(tmp_path):
 
 def test_a_killed_writer_leaves_a_store_that_verifies(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *;"
-        "store = SegmentStore(Path(sys.argv[1])); print('open', flush=True)\n"
+        CHILD + "store = SegmentStore(Path(sys.argv[1])); print('open', flush=True)\n"
         "for n in range(10**9): store.put([(make_key(chunk=n), make_layers(num_tokens=200))])"
     )
     for _ in range(3):

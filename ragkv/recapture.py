@@ -1,0 +1,65 @@
+"""Captures chunks again whose KV was lost, while nobody waits for an answer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from ragkv.errors import RagKVError
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # how long nobody must have asked
+PAUSE_S = 60.0  # after a capture that failed: the disk may be full
+
+
+class Recapture:
+    """One for each pipeline; lives in its event loop. capture: makes the KV of one chunk, by hash."""
+
+    def __init__(self, capture: Callable[[str], Awaitable[None]]) -> None:
+        self._capture = capture
+        self._lost: dict[str, None] = {}
+        self._num_answering, self._quiet_since = 0, 0.0
+        self._paused_until = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self.num_captured = 0
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Nothing is captured meanwhile."""
+        self._num_answering += 1
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            self._quiet_since = time.monotonic()
+
+    def add(self, chunk_hashes: Iterable[str]) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        self._lost.update(dict.fromkeys(chunk_hashes))
+        if self._lost and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._lost:
+            wait = IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()
+            if wait > 0:
+                await asyncio.sleep(wait)
+                continue
+            chunk_hash = next(iter(self._lost))
+            del self._lost[chunk_hash]
+            try:
+                await self._capture(chunk_hash)
+                self.num_captured += 1
+            except RagKVError as error:
+                logger.warning("lost KV isn't captured again for %d s: %s", PAUSE_S, error)
+                self._lost.clear()
+                self._paused_until = time.monotonic() + PAUSE_S
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task

@@ -1,0 +1,24 @@
+"""Chunks for tests of the store."""
+
+import torch
+
+from ragkv.store.record import ChunkKey, LayerKV
+
+NUM_LAYERS = 3
+
+
+def make_key(chunk=1, anchor=2, fingerprint=3, heads=(0, 2)):
+    return ChunkKey(*(f"{value:032x}" for value in (chunk, anchor, fingerprint)), heads=heads)
+
+
+def make_layers(seed=0, num_tokens=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, num_tokens, 8)
+    return [
+        LayerKV(
+            torch.randn(shape, generator=generator).to(dtype),
+            torch.randn(shape, generator=generator).to(dtype),
+            base_position=7,
+        )
+        for _ in range(NUM_LAYERS)
+    ]
