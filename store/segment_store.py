@@ -13,8 +13,9 @@ import shutil
 import sqlite3
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,16 @@ from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import RAW, Codec
 from ragkv.store.index import Changes, DamagedIndexError, Index, Place
 from ragkv.store.rebuild import find_chunks
-from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, LayerKV, decode, encode
+from ragkv.store.record import (
+    FORMAT_VERSION,
+    ChunkKey,
+    CorruptRecordError,
+    LayerKV,
+    check,
+    codec_name,
+    decode,
+    encode,
+)
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
 from ragkv.store.verification import HASH_BYTES, verify_records
 
@@ -110,12 +120,23 @@ class SegmentStore:
         self._free = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+        self._put(
+            (key, [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]) for key, layers in chunks
+        )
+
+    def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
+        """As `put`, for one chunk whose layers another store has encoded. Raises CorruptRecordError, having written
+        nothing, unless every record verifies."""
+        for i, record in enumerate(records):
+            check(key.layer(i), record)
+        self._put([(key, records)])
+
+    def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]]) -> None:
         taken: list[Extent] = []
         try:
             with self._writing() as (changes, free):
                 try:
-                    for key, layers in chunks:
-                        values = [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]
+                    for key, values in chunks:
                         extent = free.take(sum(padded(len(value)) for value in values))
                         taken.append(extent)
                         self._files.write(extent, values)
@@ -136,11 +157,36 @@ class SegmentStore:
     def snapshot(self) -> Iterator["_SegmentSnapshot"]:
         yield _SegmentSnapshot(self._files, self._index)
 
+    def records(self, key: ChunkKey) -> list[bytes] | None:
+        """Copies of a chunk's records as they lie in the segment, checked. None where there are none.
+
+        Raises CorruptRecordError for bytes that don't verify.
+        """
+        place = self._index.place(key.prefix())
+        if place is None:
+            return None
+        records = [bytes(self._files.read(*place.layer(i)) or b"") for i in range(len(place.lengths))]
+        try:
+            for i, record in enumerate(records):
+                check(key.layer(i), record)
+        except CorruptRecordError:
+            if self._index.place(key.prefix()) != place:
+                return self.records(key)  # deleted or replaced in the meantime
+            raise
+        return records
+
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Gone for good when it returns: the bytes can't be read from the files any more."""
+        return self._delete(map(bytes.fromhex, chunk_hashes))
+
+    def delete_keys(self, keys: Iterable[ChunkKey]) -> int:
+        """As `delete`, only of these models and anchors."""
+        return self._delete(key.prefix() for key in keys)
+
+    def _delete(self, prefixes: Iterable[bytes]) -> int:
         try:
             with self._writing() as (changes, _):
-                places = [place for chunk_hash in chunk_hashes for place in changes.delete(bytes.fromhex(chunk_hash))]
+                places = [place for prefix in prefixes for place in changes.delete(prefix)]
             self._sweep()
         except (sqlite3.Error, OSError) as error:
             raise self._storage_error("delete from", error) from error
@@ -156,6 +202,18 @@ class SegmentStore:
 
     def chunk_hashes(self) -> Iterator[str]:
         return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks()))
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """What each chunk's records take on disk, in bytes."""
+        return {ChunkKey.parse(key): place.extent.length for key, place in self._index.places()}
+
+    def codecs(self) -> dict[str, int]:
+        """How many records each codec has, by the first record of each chunk; damaged ones are left out."""
+        counts: Counter[str] = Counter()
+        for _, place in self._index.places():
+            with suppress(CorruptRecordError):
+                counts[codec_name(self._files.read(*place.layer(0)) or b"")] += len(place.lengths)
+        return dict(counts)
 
     def stats(self) -> StoreStats:
         lengths = [place.lengths for _, place in self._index.places()]
