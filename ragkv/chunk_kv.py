@@ -13,7 +13,7 @@ from ragkv.engine.engine import Engine
 from ragkv.engine.job import ROOT_HASH, AverageTask, CaptureTask, FuseTask, Span
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
-from ragkv.retriever.hashing import average_hash, chunk_hash
+from ragkv.retriever.hashing import NEAREST, average_hash, chunk_hash
 from ragkv.store.base import KVStore
 from ragkv.store.record import ChunkKey
 
@@ -23,7 +23,7 @@ class ChunkKV:
     what kind of contexts, a name that keeps averages of different kinds apart."""
 
     def __init__(
-        self, anchor: Sequence[int], fingerprint: str, heads: tuple[int, int], captures: int, contexts: str = "nearest"
+        self, anchor: Sequence[int], fingerprint: str, heads: tuple[int, int], captures: int, contexts: str = NEAREST
     ) -> None:
         self._anchor, self._fingerprint, self._heads = list(anchor), fingerprint, heads
         self.captures = captures
@@ -63,6 +63,7 @@ class ChunkKV:
     async def capture_anchor(self, engine: Engine, store: KVStore) -> None:
         if not store.contains(self.key(self.anchor_span)):
             await engine.capture(self._anchor, CaptureTask(self.anchor_span))
+        store.hint([self.anchor_hash], "pin")  # every prompt begins with it
 
     async def capture(
         self,

@@ -11,6 +11,8 @@ from ragkv.errors import StoreError
 from ragkv.retriever.catalog import Catalog
 from ragkv.store.segment_store import SegmentStore
 
+# In the catalogue. Captures: how many are averaged; anchor: the hash of what chunks are captured behind.
+CAPTURES_SETTING, ANCHOR_SETTING = "captures", "anchor"
 _MODEL_SETTING, _EMBEDDER_SETTING = "model", "embedder"
 
 
@@ -32,13 +34,16 @@ class Home:
         self.catalog = self.path / "catalog.sqlite"
         self.index = self.path / "index.faiss"
 
-    def open_catalog(self) -> Catalog:
+    def make(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
                 f"can't make the home folder {self.path}: {error.strerror}; choose another --home"
             ) from error
+
+    def open_catalog(self) -> Catalog:
+        self.make()
         return Catalog(self.catalog)
 
     def open_store(self) -> SegmentStore:
@@ -59,6 +64,11 @@ class Home:
         if embedder != owner.embedder:
             raise StoreError(f"{self.path} was indexed with the embedder {embedder}, not {owner.embedder}. {remedy}")
 
+    def fingerprint(self, catalog: Catalog) -> str | None:
+        """Of the model that the home was indexed with, None before the first time."""
+        setting = catalog.get_setting(_MODEL_SETTING)
+        return setting and setting.rpartition(" ")[2]
+
     def claim(self, catalog: Catalog, owner: Owner) -> None:
         """Record the models that the home's documents are indexed with from now on."""
         catalog.put_setting(_MODEL_SETTING, f"{owner.model} {owner.fingerprint}")
@@ -66,9 +76,11 @@ class Home:
 
     @contextmanager
     def indexing(self) -> Iterator[None]:
-        """Hold the home for one indexer at a time. Raises StoreError if another one is at work."""
+        """Hold the home for one command that changes it. Raises StoreError if another one is at work."""
         try:
             with filelock.FileLock(self.path / "index.lock", timeout=0):
                 yield
         except filelock.Timeout:
-            raise StoreError(f"another `ragkv index` is at work on {self.path}; wait until it has finished") from None
+            raise StoreError(
+                f"another `ragkv index` or `ragkv store` is at work on {self.path}; wait until it has finished"
+            ) from None

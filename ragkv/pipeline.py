@@ -19,16 +19,16 @@ from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, S
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.job import Span
+from ragkv.engine.job import ROOT_HASH, Span
 from ragkv.errors import ContextTooLongError, DocumentError
-from ragkv.home import Home, Owner
+from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home, Owner
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.recapture import Recapture
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import Chunker
-from ragkv.retriever.documents import Document, find_files, load_file
+from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.embedder import Embedder, Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
@@ -36,8 +36,7 @@ from ragkv.retriever.neighbours import nearest
 from ragkv.retriever.retriever import Hit, Retriever
 from ragkv.store.segment_store import SegmentStore
 
-# In the catalogue: why the home's model can't be fused, empty if it can; and how many captures are averaged.
-_UNSUPPORTED_SETTING, _CAPTURES_SETTING = "unsupported", "captures"
+_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 
 
 class Pipeline:
@@ -130,7 +129,8 @@ class Pipeline:
         with self._home.indexing():
             self._home.check_owner(self._catalog, self._owner)
             self._home.claim(self._catalog, self._owner)
-            self._catalog.put_setting(_CAPTURES_SETTING, str(self.config.index.captures))
+            self._catalog.put_setting(CAPTURES_SETTING, str(self.config.index.captures))
+            self._catalog.put_setting(ANCHOR_SETTING, self._anchor_hash)
             report = IngestReport()
             files = find_files(paths)
             found = await asyncio.to_thread(self._load, files, report, progress)
@@ -150,7 +150,7 @@ class Pipeline:
     def _load(self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]) -> Found:
         """Read every file; chunk what is new or changed."""
         found = Found({str(file.resolve()) for file in files})
-        stored = self._known_kv()
+        stored = self._stored(self._anchor_hash)
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
@@ -183,15 +183,11 @@ class Pipeline:
         chunks = self._catalog.document_chunks(document_id)
         return not self._fuses or all(chunk.chunk_hash in stored for chunk in chunks)
 
-    def _known_kv(self) -> set[str]:
-        """Chunks with KV, and those that had to make room under a budget: they come back when they are asked for."""
-        return set(self._store.chunk_hashes(evicted=self.config.store.disk_gib is not None))
-
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         if self._anchor_is_lost():
             return True
-        stored = self._known_kv()
+        stored = self._stored(self._anchor_hash)
         for document in (document for file in find_files(paths) for document in load_file(file)):
             if isinstance(document, Document) and not (
                 self._catalog.document_digest(document.id) == self._digest(document)
@@ -202,7 +198,16 @@ class Pipeline:
 
     def _anchor_is_lost(self) -> bool:
         indexed = self._fuses and bool(self._catalog.documents())
-        return indexed and self._anchor_hash not in self._known_kv()
+        return indexed and self._anchor_hash not in self._stored(ROOT_HASH)
+
+    def _stored(self, anchor_hash: str) -> set[str]:
+        """The chunks that have this model's KV, captured behind this anchor: an import may have brought others too.
+
+        Under a budget also those that had to make room: they come back when they are asked for.
+        """
+        behind = (anchor_hash, self._owner.fingerprint)
+        keys = self._store.keys(evicted=self.config.store.disk_gib is not None)
+        return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == behind}
 
     @property
     def _fuses(self) -> bool:
@@ -257,14 +262,14 @@ class Pipeline:
             await self._chunk_kv(engine).capture_anchor(engine, self._store)
 
     def _chunk_kv(self, engine: Engine) -> ChunkKV:
-        captures = int(self._catalog.get_setting(_CAPTURES_SETTING) or 1)
+        captures = int(self._catalog.get_setting(CAPTURES_SETTING) or 1)
         return ChunkKV(self._layout.anchor, self._owner.fingerprint, engine.kv_heads, captures)
 
     def _remove_missing(self, paths: Sequence[Path], found: Found, report: IngestReport) -> None:
         """Remove documents that lay in the folders and files given and are there no longer."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
         for document in self._catalog.documents():
-            file = document.id if document.id in found.files else document.id.rpartition("#")[0] or document.id
+            file = document.id if document.id in found.files else source_file(document.id)
             read = file in found.files or any(Path(file).is_relative_to(folder) for folder in folders)
             if read and document.id not in found.documents and file not in found.rejected:
                 hashes = {chunk.chunk_hash for chunk in self._catalog.document_chunks(document.id)}

@@ -149,6 +149,14 @@ class Catalog:
                 db.execute("UPDATE catalog SET revision = revision + 1")
         return deleted
 
+    def empty_log(self) -> None:
+        """Have no file hold what was deleted any more. Raises StoreError if another process reads for too long."""
+        if self._rows("PRAGMA wal_checkpoint(TRUNCATE)")[0][0]:
+            raise StoreError(
+                f"what was deleted is still in '{self._path}-wal': another process reads the catalogue. Stop it, and "
+                "run `ragkv store gc`"
+            )
+
     def documents(self) -> list[DocumentInfo]:
         rows = self._rows(
             "SELECT d.id, d.title, count(c.id), d.digest FROM documents d LEFT JOIN chunks c ON c.document_id = d.id "
@@ -219,6 +227,7 @@ class Catalog:
             # NORMAL could lose the last commits with the power, and so give a chunk id out twice: indexes rely on it.
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
+            self._db.execute("PRAGMA secure_delete = ON")  # zeros where a deleted document was
         with self._transaction() as db:
             version = self._check()
             for statements in MIGRATIONS[version:]:

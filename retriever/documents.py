@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _PARSERS = {
     ".pdf": formats.parse_pdf,
 }
 SUFFIXES = (*_PARSERS, ".jsonl")
+_JSONL_RECORD = re.compile(r"(.*?\.jsonl)#", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Document:
         """Name the content (title, text, kind), whatever the id."""
         content = json.dumps([self.title, self.text, self.markdown])
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def source_file(document_id: str) -> str:
+    """The path of the file that the document is from."""
+    match = _JSONL_RECORD.match(document_id)
+    return match[1] if match else document_id
 
 
 def find_files(paths: Iterable[str | Path]) -> list[Path]:

@@ -1,9 +1,12 @@
 """The name of a chunk's content, the same in every layer. Knows nothing about where chunks come from."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import xxhash
+
+NEAREST: Final = "nearest"  # the contexts that an index averages over: each chunk's nearest neighbours
 
 
 def chunk_hash(token_ids: Sequence[int]) -> str:

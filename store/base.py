@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV
 
 
@@ -59,6 +60,10 @@ class KVStore(Protocol):
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Count a use of each of these chunks, whether it is there or not: what is used often is kept longest."""
+        ...
+
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
+        """How these chunks' records are to be treated when room is needed."""
         ...
 
     def snapshot(self) -> AbstractContextManager[Snapshot]: ...

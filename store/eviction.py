@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ragkv.errors import ConfigError
 
@@ -41,11 +42,11 @@ def _gdsf(entry: Entry, clock: float) -> float:
 
 
 POLICIES: dict[str, Callable[[Entry, float], float]] = {"gdsf": _gdsf, "lru": _lru, "lfu": _lfu, "lfuda": _lfuda}
-DESCRIPTIONS = {
-    "gdsf": "uses times cost to recompute over size, and ageing (Greedy-Dual-Size-Frequency, Cherkasova 1998)",
-    "lru": "least recently used",
-    "lfu": "least frequently used",
-    "lfuda": "least frequently used, with ageing (LFU-DA, Arlitt 2000)",
+Hint = Literal["pin", "session", "ephemeral"]
+HINTS: dict[str, str] = {
+    "pin": "never evicted",
+    "session": "not evicted within half an hour of its last use",
+    "ephemeral": "the first to be evicted",
 }
 
 

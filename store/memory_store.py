@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ragkv.store.base import StoreStats, Verification
+from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV, decode, encode
 from ragkv.store.verification import HASH_BYTES, verify_records
 
@@ -22,6 +23,9 @@ class MemoryStore:
         return key.layer(0) in self._records
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Nothing is evicted."""
+
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
         """Nothing is evicted."""
 
     @contextmanager

@@ -54,6 +54,12 @@ class ChunkKey:
         """The key of one layer's record: KEY_BYTES, sorted by chunk first, so that a chunk's records lie together."""
         return self.prefix() + struct.pack(">H", index)
 
+    @classmethod
+    def parse(cls, prefix: bytes) -> "ChunkKey":
+        """The key that has this prefix."""
+        chunk_hash, anchor_hash, fingerprint = (prefix[start : start + 16].hex() for start in (0, 16, 32))
+        return cls(chunk_hash, anchor_hash, fingerprint, struct.unpack_from(">HH", prefix, 48))
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -89,6 +95,19 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
 
     Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
     """
+    head, payload = _check(key, value)
+    k, v = head.codec.decode(payload[: head.size_bytes], head.shape, head.dtype)
+    spread = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.spread_bytes else None
+    return LayerKV(k, v, head.base_position, spread)
+
+
+def check(key: bytes, value: bytes | memoryview) -> None:
+    """Raise CorruptRecordError where `decode` would."""
+    _check(key, value)
+
+
+def _check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview]:
+    """The header and the payload."""
     view = memoryview(value)
     head = _parse(view)
     if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
@@ -99,9 +118,7 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
         raise CorruptRecordError(f"{len(view)} bytes where the header says {head.length}")
     if _checksum(header, payload) != expected:
         raise CorruptRecordError("checksum mismatch")
-    k, v = head.codec.decode(payload[: head.size_bytes], head.shape, head.dtype)
-    spread = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.spread_bytes else None
-    return LayerKV(k, v, head.base_position, spread)
+    return head, payload
 
 
 def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
@@ -115,6 +132,16 @@ def identify(value: bytes | memoryview) -> tuple[bytes, int]:
     """The key and the length of the record that begins here. Raises CorruptRecordError if none does."""
     view = memoryview(value)
     return bytes(view[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]), _parse(view).length
+
+
+def tokens_in(value: bytes | memoryview) -> int:
+    """How many tokens a record is of. Raises CorruptRecordError for bytes that are no record."""
+    return _parse(memoryview(value)).shape[1]
+
+
+def codec_name(value: bytes | memoryview) -> str:
+    """How the record that begins here is stored. Raises CorruptRecordError if none does."""
+    return _parse(memoryview(value)).codec.name
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, suppress
+from itertools import compress, pairwise
 from pathlib import Path
 
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import CODECS
+from ragkv.store.eviction import Hint
 from ragkv.store.index import Changes, DamagedIndexError, Index, Place
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import (
@@ -30,12 +31,15 @@ from ragkv.store.record import (
     ChunkKey,
     CorruptRecordError,
     LayerKV,
+    check,
+    codec_name,
     decode,
     encode,
     record_bytes,
+    tokens_in,
 )
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
-from ragkv.store.usage import Hint, Usage
+from ragkv.store.usage import Usage
 from ragkv.store.verification import HASH_BYTES, verify_records
 
 logger = logging.getLogger(__name__)
@@ -43,8 +47,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = "format"
 _NEARLY_FULL_BYTES = 64 << 20
 _USES_EVERY_S = 10.0
-
-_Chunk = tuple[ChunkKey, Sequence[LayerKV]]
 
 
 class SegmentStore:
@@ -132,19 +134,33 @@ class SegmentStore:
         self._free = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+        chunks = list(chunks)
+        sizes = [sum(padded(record_bytes(kv, self._codec)) for kv in layers) for _, layers in chunks]
+        self._put(
+            ((key, [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
+            sizes,
+        )
+
+    def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
+        """As `put`, for one chunk whose layers another store has encoded. Raises CorruptRecordError, having written
+        nothing, unless every record verifies."""
+        for i, record in enumerate(records):
+            check(key.layer(i), record)
+        self._put([(key, records)], [sum(padded(len(record)) for record in records)])
+
+    def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]], sizes: Sequence[int]) -> None:
         taken: list[Extent] = []
         try:
-            chunks = self._admitted(list(chunks))
+            chunks = compress(chunks, self._make_room(sizes))
             with self._writing() as (changes, free):
                 self._write_uses(changes)
                 try:
-                    for key, layers in chunks:
-                        values = [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]
+                    for key, values in chunks:
                         extent = free.take(sum(padded(len(value)) for value in values))
                         taken.append(extent)
                         self._files.write(extent, values)
                         changes.put(key.prefix(), Place(extent.segment, extent.offset, tuple(map(len, values))))
-                        self._usage.put(changes, key.prefix(), extent.length, cost=layers[0].k.shape[1])
+                        self._usage.put(changes, key.prefix(), extent.length, cost=tokens_in(values[0]))
                     self._files.sync(extent.segment for extent in taken)
                 except BaseException:
                     for extent in taken:
@@ -154,11 +170,10 @@ class SegmentStore:
         except (sqlite3.Error, OSError) as error:
             raise self._storage_error("write to", error) from error
 
-    def _admitted(self, chunks: list[_Chunk]) -> list[_Chunk]:
-        """As many of these chunks, in order, as there is room for once others have been evicted."""
+    def _make_room(self, sizes: Sequence[int]) -> list[bool]:
+        """Evict others for chunks of these sizes. Which of them are to be stored: as many as there is room for then."""
         if self._disk_bytes is None:
-            return chunks
-        sizes = [sum(padded(record_bytes(kv, self._codec)) for kv in layers) for _, layers in chunks]
+            return [True] * len(sizes)
         wanted = 0
         for size in sizes:
             wanted += size if wanted + size <= self._disk_bytes else 0
@@ -169,17 +184,14 @@ class SegmentStore:
                 room += sum(place.extent.length for place in changes.delete(key))
                 self.num_evicted += 1
         self._sweep()
-        admitted = []
-        for chunk, size in zip(chunks, sizes, strict=True):
-            if size <= room:
-                admitted.append(chunk)
-                room -= size
-        if len(admitted) < len(chunks):
-            logger.warning(
-                "%d of %d chunks aren't stored: the budget of %d MiB has no room that may be made for them",
-                *(len(chunks) - len(admitted), len(chunks), self._disk_bytes >> 20),
-            )
-        return admitted
+        stored = []
+        for size in sizes:
+            stored.append(size <= room)
+            room -= size if stored[-1] else 0
+        if not all(stored):
+            counts = (stored.count(False), len(stored), self._disk_bytes >> 20)
+            logger.warning("%d of %d chunks aren't stored: no room for them can be made in %d MiB", *counts)
+        return stored
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Written to the index every few seconds, and with what is written anyway."""
@@ -201,7 +213,7 @@ class SegmentStore:
         self._usage.use(changes, uses)
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
-        """How these chunks' records are to be treated when room is needed (`ragkv.store.usage.HINTS`)."""
+        """How these chunks' records are to be treated when room is needed (`ragkv.store.eviction.HINTS`)."""
         try:
             with self._index.writing() as changes:
                 for chunk_hash in chunk_hashes:
@@ -216,12 +228,37 @@ class SegmentStore:
     def snapshot(self) -> Iterator["_SegmentSnapshot"]:
         yield _SegmentSnapshot(self._files, self._index)
 
+    def records(self, key: ChunkKey) -> list[bytes] | None:
+        """Copies of a chunk's records as they lie in the segment, checked. None where there are none.
+
+        Raises CorruptRecordError for bytes that don't verify.
+        """
+        place = self._index.place(key.prefix())
+        if place is None:
+            return None
+        records = [bytes(self._files.read(*place.layer(i)) or b"") for i in range(len(place.lengths))]
+        try:
+            for i, record in enumerate(records):
+                check(key.layer(i), record)
+        except CorruptRecordError:
+            if self._index.place(key.prefix()) != place:
+                return self.records(key)  # deleted or replaced in the meantime
+            raise
+        return records
+
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Gone for good when it returns: the bytes can't be read from the files any more."""
+        return self._delete(map(bytes.fromhex, chunk_hashes))
+
+    def delete_keys(self, keys: Iterable[ChunkKey]) -> int:
+        """As `delete`, only of these models and anchors."""
+        return self._delete(key.prefix() for key in keys)
+
+    def _delete(self, prefixes: Iterable[bytes]) -> int:
         try:
             with self._writing() as (changes, _):
                 places = []
-                for prefix in map(bytes.fromhex, chunk_hashes):
+                for prefix in prefixes:
                     places += changes.delete(prefix)
                     self._usage.delete(changes, prefix)
             self._sweep()
@@ -249,6 +286,22 @@ class SegmentStore:
     def chunk_hashes(self, *, evicted: bool = False) -> Iterator[str]:
         """The chunks that have records, each once; with `evicted` also those that had to make room."""
         return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks(evicted=evicted)))
+
+    def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
+        """Of all captures; with `evicted` also of those that had to make room."""
+        return [ChunkKey.parse(key) for key in self._index.chunks(evicted=evicted)]
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """What each chunk's records take on disk, in bytes."""
+        return {ChunkKey.parse(key): place.extent.length for key, place in self._index.places()}
+
+    def codecs(self) -> dict[str, int]:
+        """How many records each codec has, by the first record of each chunk; damaged ones are left out."""
+        counts: Counter[str] = Counter()
+        for _, place in self._index.places():
+            with suppress(CorruptRecordError):
+                counts[codec_name(self._files.read(*place.layer(0)) or b"")] += len(place.lengths)
+        return dict(counts)
 
     def stats(self) -> StoreStats:
         lengths = [place.lengths for _, place in self._index.places()]

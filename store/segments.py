@@ -82,7 +82,7 @@ class SegmentFiles:
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
 
-    def write(self, extent: Extent, buffers: Sequence[bytes]) -> None:
+    def write(self, extent: Extent, buffers: Sequence[bytes | memoryview]) -> None:
         """Write buffers one after the other, each at a multiple of ALIGNMENT. Not durable before `sync`."""
         descriptor = self._open(extent.segment)
         os.posix_fallocate(descriptor, extent.offset, extent.length)
@@ -164,7 +164,7 @@ class SegmentFiles:
         return self.folder / f"{segment:06}.seg"
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     done, rest = 0, memoryview(data)
     while done < len(data):
         done += os.pwrite(descriptor, rest[done:], offset + done)

@@ -7,17 +7,10 @@ again comes back with its history.
 import math
 import time
 from collections.abc import Mapping
-from typing import Literal
 
-from ragkv.store.eviction import POLICIES, Entry
+from ragkv.store.eviction import POLICIES, Entry, Hint
 from ragkv.store.index import Changes
 
-Hint = Literal["pin", "session", "ephemeral"]
-HINTS: dict[str, str] = {
-    "pin": "never evicted",
-    "session": "not evicted within half an hour of its last use",
-    "ephemeral": "the first to be evicted",
-}
 SESSION_S = 1800.0
 _CLOCK = "eviction clock"
 

@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -22,8 +23,11 @@ from ragkv.answer import Answer, Source, Timings, Usage
 from ragkv.cli import output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
+from ragkv.home import Home, Owner
 from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS
+from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segment_store import SegmentStore
 
@@ -184,6 +188,7 @@ def test_store_stats(filled_home: Path) -> None:
     assert stats["file_bytes"] >= stats["size_bytes"] >= 6 * 2 * 2 * 5 * 8 * 4
     code, out, _ = invoke("store", "stats")
     assert code == 0 and out.splitlines()[0].split() == ["chunks", "2"]
+    assert stats["codecs"] == {"raw": 6} and out.splitlines()[2].split() == ["codecs", "raw", "6"]
 
 
 def test_store_verify(filled_home: Path) -> None:
@@ -197,6 +202,104 @@ def test_store_verify(filled_home: Path) -> None:
     code, out, err = invoke("store", "verify", "--json")
     assert (code, err) == (1, "")
     assert json.loads(out) == {"num_records": 6, "problems": [f"chunk {1:032x} layer 0: checksum mismatch"]}
+
+
+def test_store_export_and_import(filled_home: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "kv.export", tmp_path / "other"
+    done = run("store", "export", file)
+    assert (done.returncode, done.stdout) == (0, "2 chunks exported, 0.0 MiB\n") and "Exporting KV" in done.stderr
+    done = run("store", "import", file, "--home", other)
+    assert (done.returncode, done.stdout) == (0, "2 chunks imported, 0.0 MiB\n") and "Importing KV" in done.stderr
+    code, out, _ = invoke("store", "import", file, "--home", other)
+    assert (code, out) == (0, "0 chunks imported, 0.0 MiB, 2 were there already\n")
+    assert invoke("store", "verify", "--home", other)[:2] == (0, "6 records checked, no problems\n")
+    assert sorted(tmp_path.glob("kv.export*")) == [file]
+
+
+def test_store_export_through_a_pipe(filled_home: Path, tmp_path: Path) -> None:
+    program = f"{sys.executable} -c 'from ragkv.cli import main; main()'"
+    command = f"{program} store export - | {program} store import - --home {tmp_path / 'other'}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 chunks imported, 0.0 MiB\n" and "2 chunks exported" in done.stderr
+    assert invoke("store", "verify", "--home", tmp_path / "other")[:2] == (0, "6 records checked, no problems\n")
+
+
+def test_store_export_and_import_leave_out_what_is_damaged(filled_home: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "kv.export", tmp_path / "other"
+    assert invoke("store", "export", file)[0] == 0
+    damaged = bytearray(file.read_bytes())
+    damaged[2 * 4096 + 200] ^= 1  # behind the head and the first chunk's title
+    file.write_bytes(damaged)
+    code, out, _ = invoke("store", "import", file, "--home", other)
+    assert (code, out.splitlines()) == (
+        1,
+        [f"chunk {1:032x}: checksum mismatch", "1 chunk imported, 0.0 MiB, 1 problem"],
+    )
+    corrupt_one_record(filled_home / "kv")
+    code, out, _ = invoke("store", "export", file)
+    assert (code, out.splitlines()) == (
+        1,
+        [f"chunk {1:032x}: checksum mismatch", "1 chunk exported, 0.0 MiB, 1 problem"],
+    )
+
+
+def test_store_import_of_something_else(filled_home: Path, tmp_path: Path) -> None:
+    other, text = tmp_path / "other", tmp_path / "notes.md"
+    text.write_text("# Notes\n" * 1000)
+    (line,) = errors("store", "import", text, "--home", other)
+    assert line == f"{text} is not an export of a KV store; make one with `ragkv store export FILE`"
+    (line,) = errors("store", "import", tmp_path / "none", "--home", other)
+    assert line.startswith(f"can't read {tmp_path / 'none'}: No such file or directory")
+    assert not other.exists()
+    (line,) = errors("store", "export", tmp_path)
+    assert line == f"{tmp_path} is a folder; name the file to write"
+    (line,) = errors("store", "export", tmp_path / "none" / "file")
+    assert line.startswith(f"can't write {tmp_path / 'none' / 'file'}: No such file or directory")
+
+
+@pytest.fixture
+def indexed_home(filled_home: Path) -> Path:
+    """With a document of the first chunk of two."""
+    home = Home(filled_home)
+    with home.open_catalog() as catalog:
+        home.claim(catalog, Owner("tiny", f"{8:032x}", "words"))
+        tokens = (1, 2, 3)
+        catalog.put_document("/papers/bees.md", "Bees", "", [ChunkText("wax", tokens)], np.ones((1, 4), np.float32))
+    with closing(home.open_store()) as store:
+        layers = [LayerKV(torch.ones(2, 5, 8), torch.ones(2, 5, 8), base_position=0)] * 3
+        store.put([(ChunkKey(chunk_hash(tokens), f"{7:032x}", f"{8:032x}", heads=(0, 2)), layers)])
+    return filled_home
+
+
+def test_store_gc(indexed_home: Path) -> None:
+    lines = ["2 chunks, 0.0 MiB: no document has it", "0.0 MiB would be freed"]
+    code, out, err = invoke("store", "gc", "--dry-run")
+    assert (code, out.splitlines(), err) == (0, lines, "")
+    assert [part["num_chunks"] for part in json.loads(invoke("store", "gc", "--dry-run", "--json")[1])] == [2, 0, 0]
+    assert invoke("store", "gc")[1].splitlines() == [lines[0], "0.0 MiB freed"]
+    assert invoke("store", "gc")[1] == "0.0 MiB freed\n"
+    assert json.loads(invoke("store", "stats", "--json")[1])["num_chunks"] == 1
+
+
+def test_store_delete(indexed_home: Path) -> None:
+    assert errors("store", "delete", "/papers/bee.md") == [
+        f"no document '/papers/bee.md' in {indexed_home}; the nearest by name: /papers/bees.md",
+        "nothing was deleted",
+    ]
+    code, out, err = invoke("store", "delete", "/papers/bees.md")
+    assert (code, out.splitlines(), err) == (0, ["deleted /papers/bees.md", "KV of 1 chunk deleted, 0.0 MiB"], "")
+    assert json.loads(invoke("store", "stats", "--json")[1])["num_chunks"] == 2
+
+
+def test_store_import_of_another_models_kv_is_told(indexed_home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kv.export"
+    invoke("store", "export", file)
+    with Home(indexed_home).open_catalog() as catalog:
+        Home(indexed_home).claim(catalog, Owner("another", f"{9:032x}", "words"))
+    assert "isn't used; `ragkv store gc`" not in invoke("store", "import", file)[2]  # nothing new came
+    code, _, err = invoke("store", "gc")
+    assert (code, err) == (0, "")
+    assert "isn't used; `ragkv store gc` deletes it" in invoke("store", "import", file)[2]
 
 
 def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, eval_commands, home_commands
+from ragkv.cli import engine_commands, eval_commands, home_commands, store_commands
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
 
@@ -22,9 +22,13 @@ app = _group("RAG on vLLM that reuses the KV of document chunks.")
 app.command()(engine_commands.index)
 app.command()(engine_commands.ask)
 app.command()(engine_commands.serve)
-store = _group("Look into the KV store.")
-store.command()(home_commands.stats)
-store.command()(home_commands.verify)
+store = _group("Look after the KV store.")
+store.command()(store_commands.stats)
+store.command()(store_commands.verify)
+store.command()(store_commands.delete)
+store.command()(store_commands.gc)
+store.command("export")(store_commands.export_kv)
+store.command("import")(store_commands.import_kv)
 app.add_typer(store, name="store")
 models = _group("The embedded models.")
 models.command()(home_commands.fetch)

@@ -1,55 +1,13 @@
-"""The commands that start no model: they look after the home folder and the machine."""
+"""The commands that look after the embedded models and the machine. They start no model."""
 
-import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import AsJson, ConfigFile, Embedder, Home, Model
-from ragkv.cli.output import err
-from ragkv.config import Config, load_config
-from ragkv.errors import StoreError
-
-if TYPE_CHECKING:
-    from ragkv.store.segment_store import SegmentStore
-
-
-def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
-    """How many chunks and records the store holds, and how large they are."""
-    with _store(load_config(config_file, home=home)) as kv:
-        found = kv.stats()
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-    else:
-        output.print_stats(found)
-
-
-def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
-    """Read and check every record. Ends with status 1 if something is wrong."""
-    with _store(load_config(config_file, home=home)) as kv, err.status("checking every record"):
-        found = kv.verify()
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-    else:
-        output.print_verification(found)
-    if found.problems:
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _store(config: Config) -> Iterator["SegmentStore"]:
-    from ragkv.home import Home
-
-    home = Home(config.home)
-    if not home.kv.is_dir():
-        raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
-    with closing(home.open_store()) as kv:
-        yield kv
+from ragkv.cli.options import ConfigFile, Embedder, Home, Model
+from ragkv.config import load_config
 
 
 def fetch(

@@ -2,12 +2,20 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +24,8 @@ if TYPE_CHECKING:
     from ragkv.doctor import Check
     from ragkv.ingestion import IngestProgress, IngestReport
     from ragkv.store.base import StoreStats, Verification
+    from ragkv.store.transfer import Transfer
+    from ragkv.upkeep import Deletion, Garbage
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -144,11 +154,39 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
     yield "answer", [usage.completion_tokens for usage in usages], "tokens"
 
 
-def print_stats(stats: "StoreStats") -> None:
+def print_stats(stats: "StoreStats", codecs: Mapping[str, int]) -> None:
     out.print(f"chunks       {stats.num_chunks:,}")
     out.print(f"records      {stats.num_records:,} (one for each chunk and layer)")
+    out.print(f"codecs       {', '.join(f'{name} {count:,}' for name, count in codecs.items()) or 'none'}")
     out.print(f"KV           {stats.size_bytes / MIB:,.1f} MiB")
     out.print(f"disk         {stats.file_bytes / MIB:,.1f} MiB")
+
+
+def print_deletion(deletion: "Deletion") -> None:
+    for document in deletion.documents:
+        out.print(f"deleted {document}", markup=False, soft_wrap=True)
+    shared = f"; {deletion.num_shared:,} stay, other documents have them" if deletion.num_shared else ""
+    out.print(f"KV of {_chunks(deletion.num_chunks)} deleted, {deletion.size_bytes / MIB:,.1f} MiB{shared}")
+
+
+def print_garbage(garbage: Sequence["Garbage"], dry_run: bool) -> None:
+    for part in garbage:
+        if part.num_chunks:
+            out.print(f"{_chunks(part.num_chunks)}, {part.size_bytes / MIB:,.1f} MiB: {part.reason}", soft_wrap=True)
+    total = sum(part.size_bytes for part in garbage) / MIB
+    out.print(f"{total:,.1f} MiB {'would be freed' if dry_run else 'freed'}")
+
+
+def print_transfer(console: Console, verb: str, done: "Transfer") -> None:
+    for problem in done.problems:
+        console.print(problem, style="red", markup=False, soft_wrap=True)
+    kept = f", {len(done.kept):,} were there already" if done.kept else ""
+    problems = f", {len(done.problems):,} problem{'s' * (len(done.problems) != 1)}" if done.problems else ""
+    console.print(f"{_chunks(len(done.chunks))} {verb}, {done.size_bytes / MIB:,.1f} MiB{kept}{problems}")
+
+
+def _chunks(count: int) -> str:
+    return f"{count:,} chunk{'s' * (count != 1)}"
 
 
 def print_verification(found: "Verification") -> None:
@@ -201,6 +239,25 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
         cells = (found[share, policy] for policy in policies)
         table.add_row(f"{share:.1%}", *(f"{100 * c['cost_hit_rate']:.1f} ({100 * c['hit_rate']:.1f})" for c in cells))
     out.print(table)
+
+
+class ByteBar:
+    """Progress over the bytes of an export or import. total: None if nobody knows."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=err)
+        self._task = self._progress.add_task(name, total=total)
+
+    def __enter__(self) -> "ByteBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        self._progress.advance(self._task, num_bytes)
 
 
 class ExampleBar:

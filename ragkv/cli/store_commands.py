@@ -1,0 +1,187 @@
+"""The commands that look after the KV store: what is in it, what goes, and to another home. They start no model."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from ragkv.cli import output
+from ragkv.cli.options import AsJson, ConfigFile, Home
+from ragkv.cli.output import err, out
+from ragkv.config import Config, load_config
+from ragkv.errors import StoreError
+
+if TYPE_CHECKING:
+    from ragkv.store.segment_store import SegmentStore
+
+_STREAM = Path("-")
+
+
+def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
+    """How many chunks and records the store holds, how they are stored, and how large they are."""
+    with _store(load_config(config_file, home=home)) as kv:
+        found, codecs = kv.stats(), kv.codecs()
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "codecs": codecs}))
+    else:
+        output.print_stats(found, codecs)
+
+
+def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
+    """Read and check every record. Ends with status 1 if something is wrong."""
+    with _store(load_config(config_file, home=home)) as kv, err.status("checking every record"):
+        found = kv.verify()
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        output.print_verification(found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def delete(
+    documents: Annotated[list[str], typer.Argument(help="Ids, or files and folders as `ragkv index` took them.")],
+    as_json: AsJson = False,
+    home: Home = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Delete documents and their KV for good. Chunks that other documents share stay.
+
+    The next `ragkv index` of a folder that still has the files indexes them again.
+    """
+    config = load_config(config_file, home=home)
+    from ragkv.home import Home
+    from ragkv.upkeep import delete_documents
+
+    deletion = delete_documents(Home(config.home), documents)
+    if as_json:
+        typer.echo(json.dumps(asdict(deletion)))
+    else:
+        output.print_deletion(deletion)
+
+
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+    home: Home = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Delete KV that nothing uses: without a document, or of another model, anchor or number of captures."""
+    config = load_config(config_file, home=home)
+    from ragkv.home import Home
+    from ragkv.upkeep import collect_garbage
+
+    garbage = collect_garbage(Home(config.home), dry_run=dry_run)
+    if as_json:
+        typer.echo(json.dumps([asdict(part) for part in garbage]))
+    else:
+        output.print_garbage(garbage, dry_run)
+
+
+def export_kv(
+    file: Annotated[Path, typer.Argument(help="What to write; - is stdout.")],
+    home: Home = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Write all KV into one file, for `ragkv store import` elsewhere. Ends with status 1 if some was damaged."""
+    with _store(load_config(config_file, home=home)) as kv:
+        from ragkv.store.transfer import export_chunks
+
+        total = sum(kv.sizes().values())
+        with _reported(file, "write"), _written(file) as target, output.ByteBar("Exporting KV", total) as bar:
+            done = export_chunks(kv, target, bar.advance)
+    output.print_transfer(err if file == _STREAM else out, "exported", done)
+    if done.problems:
+        raise typer.Exit(1)
+
+
+def import_kv(
+    file: Annotated[Path, typer.Argument(help="What `ragkv store export` wrote; - is stdin.")],
+    home: Home = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Take over KV from another home, before the same documents are indexed here.
+
+    Chunks that are here stay as they are. Damaged ones are named and left out; then it ends with status 1.
+    """
+    config = load_config(config_file, home=home)
+    from ragkv.home import Home
+    from ragkv.store.transfer import check_head, import_chunks
+
+    target, name = Home(config.home), "stdin" if file == _STREAM else str(file)
+    with _reported(file, "read"), _read(file) as source:
+        check_head(source, name)
+        total = None if file == _STREAM else file.stat().st_size
+        target.make()
+        with target.indexing(), closing(target.open_store()) as kv, output.ByteBar("Importing KV", total) as bar:
+            done = import_chunks(source, kv, bar.advance)
+    output.print_transfer(out, "imported", done)
+    if target.catalog.exists():
+        with target.open_catalog() as catalog:
+            fingerprint = target.fingerprint(catalog)
+        if fingerprint and done.fingerprints - {fingerprint}:
+            err.print(
+                f"some of it is of another model or dtype than {target.path} was indexed with, and isn't used; "
+                "`ragkv store gc` deletes it",
+                style="yellow",
+                soft_wrap=True,
+            )
+    if done.problems:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _store(config: Config) -> Iterator["SegmentStore"]:
+    from ragkv.home import Home
+
+    home = Home(config.home)
+    if not home.kv.is_dir():
+        raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
+    with closing(home.open_store()) as kv:
+        yield kv
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[BinaryIO]:
+    """Stdout, or a file that has this name only once it is whole and on disk."""
+    if file == _STREAM:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    if file.is_dir():
+        raise StoreError(f"{file} is a folder; name the file to write")
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
+        with temporary.open("wb") as target:
+            yield target
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _read(file: Path) -> Iterator[BinaryIO]:
+    if file == _STREAM:
+        yield sys.stdin.buffer
+    else:
+        with file.open("rb") as source:
+            yield source
+
+
+@contextmanager
+def _reported(file: Path, verb: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"can't {verb} {file}: {error.strerror}; check the path, its rights and the free space"
+        ) from error

@@ -1,0 +1,140 @@
+"""What `ragkv store` takes from a home: documents by name, and KV that nothing uses. Starts no model.
+
+As in an ingest, documents leave the catalogue first, then their KV goes: killed in between, `collect_garbage` ends it.
+"""
+
+import difflib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragkv.engine.job import ROOT_HASH
+from ragkv.errors import StoreError
+from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home
+from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.documents import source_file
+from ragkv.retriever.hashing import NEAREST, average_hash
+from ragkv.retriever.index import VectorIndex
+from ragkv.store.record import ChunkKey
+from ragkv.store.segment_store import SegmentStore
+
+NO_DOCUMENT = "no document has it"
+OTHER_MODEL = "of another model"
+OTHER_CAPTURE = "captured behind another anchor, or averaged over another number of captures"
+_NUM_NEAREST = 3
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What went with some documents. num_shared: their chunks that stay, because other documents have them."""
+
+    documents: list[str]
+    num_chunks: int
+    num_shared: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """KV that nothing uses, for one reason. size_bytes: on disk."""
+
+    reason: str
+    num_chunks: int
+    size_bytes: int
+
+
+def delete_documents(home: Home, names: Sequence[str]) -> Deletion:
+    """Delete documents, by id or by the path of a file or folder, for good before it returns.
+
+    Raises StoreError, having deleted nothing, for a name that no document has.
+    """
+    if not home.catalog.exists():
+        raise StoreError(f"nothing is indexed in {home.path}; `ragkv index PATH` indexes documents")
+    with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
+        documents = _find(home, catalog, names)
+        hashes = {chunk.chunk_hash for id in documents for chunk in catalog.document_chunks(id)}
+        for id in documents:
+            catalog.delete_document(id)
+        gone = catalog.unreferenced(hashes)
+        size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in gone)
+        store.delete(gone)
+        index = VectorIndex(home.index)
+        index.sync(catalog)
+        index.save()
+        catalog.empty_log()
+    return Deletion(documents, len(gone), len(hashes) - len(gone), size_bytes)
+
+
+def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
+    """The ids of all documents that these names mean."""
+    ids = [document.id for document in catalog.documents()]
+    found: dict[str, None] = {}
+    unknown = []
+    for name in names:
+        path = Path(name).resolve()
+        meant = [id for id in ids if id in (name, str(path)) or Path(source_file(id)).is_relative_to(path)]
+        if name and meant:
+            found.update(dict.fromkeys(meant))
+        else:
+            nearest = ", ".join(_nearest(path.name, ids)) or "none: nothing is indexed"
+            unknown.append(f"no document {name!r} in {home.path}; the nearest by name: {nearest}")
+    if unknown:
+        raise StoreError("\n".join([*unknown, "nothing was deleted"]))
+    return list(found)
+
+
+def _nearest(name: str, ids: Sequence[str]) -> list[str]:
+    names = {Path(id).name: id for id in ids}
+    return [names[close] for close in difflib.get_close_matches(name, names, _NUM_NEAREST, cutoff=0)]
+
+
+def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
+    """Delete the KV that nothing in the home uses, and say how much it was; with dry_run only say it.
+
+    What killed processes gave up and didn't free goes in any case: that is part of opening the store. Raises StoreError
+    for a home that nothing was indexed in: there all KV would be garbage, also what was just imported.
+    """
+    if not home.catalog.exists():
+        raise _never_indexed(home)
+    with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
+        garbage = _garbage(home, catalog, store)
+        if not dry_run:
+            store.delete_keys(key for keys in garbage.values() for key in keys)
+            catalog.empty_log()
+    return [
+        Garbage(reason, len({key.chunk_hash for key in keys}), sum(keys.values())) for reason, keys in garbage.items()
+    ]
+
+
+def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dict[ChunkKey, int]]:
+    """What nothing uses, by reason, with its size on disk."""
+    fingerprint, anchor = home.fingerprint(catalog), catalog.get_setting(ANCHOR_SETTING)
+    if fingerprint is None:
+        raise _never_indexed(home)
+    captures = int(catalog.get_setting(CAPTURES_SETTING) or 1)
+    behind = {anchor, average_hash(anchor, NEAREST, captures)} if anchor else None
+    hashes = catalog.chunk_hashes()
+
+    def reason(key: ChunkKey) -> str | None:
+        is_anchor = key.anchor_hash == ROOT_HASH
+        if not is_anchor and key.chunk_hash not in hashes:
+            return NO_DOCUMENT
+        if key.fingerprint != fingerprint:
+            return OTHER_MODEL
+        if behind and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in behind):
+            return OTHER_CAPTURE
+        return None
+
+    garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CAPTURE: {}}
+    for key, size in store.sizes().items():
+        if why := reason(key):
+            garbage[why][key] = size
+    return garbage
+
+
+def _never_indexed(home: Home) -> StoreError:
+    return StoreError(
+        f"nothing was indexed in {home.path} yet, so all of its KV would go; `ragkv index PATH` first, or delete "
+        f"{home.kv}"
+    )
