@@ -5,6 +5,7 @@ checksum of its own, so that a wrong place is a chunk that isn't there.
 """
 
 import logging
+import os
 import sqlite3
 import struct
 import threading
@@ -19,14 +20,25 @@ from ragkv.store.segments import Extent, padded
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = """
-create table meta (name text primary key, value text not null) without rowid;
-create table chunk (key blob primary key, place blob not null) without rowid;
-create table freed (id integer primary key, key blob not null, place blob not null);
-"""
+_SCHEMA = (
+    "create table chunk (key blob primary key, place blob not null) without rowid",
+    "create table freed (id integer primary key, key blob not null, place blob not null)",
+    "create table meta (name text primary key, value text not null, checksum blob not null) without rowid",
+)
 _PLACE = struct.Struct("<IQ")  # segment, offset; then each layer's length, uint32; then a checksum, uint64
 _CHECKSUM = struct.Struct("<Q")
 _WAIT_S = 60  # for another process that writes
+_NOT_DAMAGE = {  # what keeps a file that is whole from being used
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
 
 
 class DamagedIndexError(Exception):
@@ -79,7 +91,9 @@ class Index:
             self._prepare()
         except sqlite3.Error as error:
             self.close()
-            raise _damage(error) or error from error
+            if is_damage(error, file):
+                raise DamagedIndexError(str(error)) from error
+            raise
         except BaseException:
             self.close()
             raise
@@ -87,16 +101,16 @@ class Index:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         self._connections.append(connection)
-        connection.execute("pragma journal_mode = wal")
-        connection.execute("pragma synchronous = full")
-        connection.execute("pragma cell_size_check = on")
+        for pragma in ("journal_mode = wal", "synchronous = full", "cell_size_check = on"):
+            _query(connection, f"pragma {pragma}")
         return connection
 
     def _prepare(self) -> None:
         with self.writing() as changes:
             if not changes.query("select 1 from sqlite_master limit 1"):
-                for statement in _SCHEMA.split(";"):
+                for statement in _SCHEMA:
                     changes.query(statement)
+            _check_schema(changes)
             bad = [key for key, value in changes.query("select key, place from chunk") if not Place.unpack(key, value)]
             for key in bad:
                 changes.query("delete from chunk where key is ?", key)
@@ -118,10 +132,6 @@ class Index:
             return None
         return Place.unpack(key, rows[0][0]) if rows else None
 
-    def chunks(self) -> list[bytes]:
-        """The keys of all, in order."""
-        return [key for (key,) in self._read("select key from chunk order by key")]
-
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
 
@@ -136,12 +146,13 @@ class Index:
     def writing(self) -> Iterator["Changes"]:
         """One transaction, of the one writer among all processes."""
         with self._write_lock:
-            self._writer.execute("begin immediate")
+            _query(self._writer, "begin immediate")
             try:
                 yield Changes(self._writer)
-                self._writer.execute("commit")
+                _query(self._writer, "commit")
             except BaseException:
-                self._writer.execute("rollback")
+                if self._writer.in_transaction:  # SQLite ends one itself after some errors
+                    _query(self._writer, "rollback")
                 raise
 
     def close(self) -> None:
@@ -150,7 +161,7 @@ class Index:
 
     def _read(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._read_lock:
-            return self._reader.execute(statement, values).fetchall()
+            return _query(self._reader, statement, *values)
 
 
 class Changes:
@@ -160,8 +171,7 @@ class Changes:
         self._connection = connection
 
     def query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with closing(self._connection.execute(statement, values)) as cursor:
-            return cursor.fetchall()
+        return _query(self._connection, statement, *values)
 
     @property
     def others_version(self) -> int:
@@ -169,7 +179,7 @@ class Changes:
         return int(self.query("pragma data_version")[0][0])
 
     def set_meta(self, name: str, value: str) -> None:
-        self.query("insert or replace into meta values (?, ?)", name, value)
+        self.query("insert or replace into meta values (?, ?, ?)", name, value, _meta_checksum(name, value))
 
     def put(self, key: bytes, place: Place) -> None:
         """Add or replace a chunk."""
@@ -211,7 +221,37 @@ def _places(rows: list[tuple]) -> list[tuple[bytes, Place]]:  # type: ignore[typ
     return [(key, place) for key, place in found if place is not None]
 
 
-def _damage(error: sqlite3.Error) -> DamagedIndexError | None:
-    """None if it is something else that keeps the file from being used."""
-    is_operational = isinstance(error, sqlite3.OperationalError)
-    return None if is_operational and not str(error).startswith("no such") else DamagedIndexError(str(error))
+def _query(connection: sqlite3.Connection, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+    """Raises nothing but sqlite3.Error."""
+    try:
+        with closing(connection.execute(statement, values)) as cursor:
+            return cursor.fetchall()
+    except UnicodeDecodeError as error:  # from Python, of a message of SQLite's that quotes what went bad
+        raise sqlite3.DatabaseError(f"the index holds text that went bad: {error}") from error
+
+
+def _check_schema(changes: Changes) -> None:
+    """Raises DamagedIndexError if the tables aren't as they were made, or what `meta` holds isn't what was set: SQLite
+    takes whatever it can read."""
+    schema = changes.query("select lower(sql) from sqlite_master where sql is not null order by name")
+    if schema != [(statement,) for statement in _SCHEMA]:
+        raise DamagedIndexError("its tables are not those of an index")
+    rows = changes.query("select name, value, checksum from meta")
+    if any(checksum != _meta_checksum(name, value) for name, value, checksum in rows):
+        raise DamagedIndexError("what it says of itself doesn't verify")
+
+
+def _meta_checksum(name: object, value: object) -> bytes:
+    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(repr((name, value)).encode()))
+
+
+def is_damage(error: Exception, file: Path) -> bool:
+    """Whether it says that the index holds what nobody wrote, and not that the system doesn't let it be used."""
+    if not isinstance(error, sqlite3.Error):
+        return False
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    if code == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return True
+    if code == sqlite3.SQLITE_READONLY:  # a damaged header may say so too
+        return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
+    return code & 0xFF not in _NOT_DAMAGE

@@ -21,7 +21,7 @@ from pathlib import Path
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import RAW, Codec
-from ragkv.store.index import Changes, DamagedIndexError, Index, Place
+from ragkv.store.index import Changes, DamagedIndexError, Index, Place, is_damage
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, LayerKV, decode, encode
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
@@ -30,6 +30,7 @@ from ragkv.store.verification import HASH_BYTES, verify_records
 logger = logging.getLogger(__name__)
 
 _FORMAT = "format"
+_INDEX = "index.db"
 _NEARLY_FULL_BYTES = 64 << 20
 
 
@@ -45,7 +46,7 @@ class SegmentStore:
         self._write_lock = threading.Lock()
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
-        try:
+        with self._store_errors("open"):
             path.mkdir(parents=True, exist_ok=True)
             self._refuse_other_contents()
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -54,8 +55,6 @@ class SegmentStore:
             self._index = self._open_index()
             self._check_format()
             self._recover()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("open", error) from error
 
     def _refuse_other_contents(self) -> None:
         if (self.path / "data.mdb").exists():
@@ -66,7 +65,7 @@ class SegmentStore:
 
     def _open_index(self) -> Index:
         """One that is damaged is put aside, and then a new one is made from what the segments hold."""
-        file = self.path / "index.db"
+        file = self.path / _INDEX
         try:
             return Index(file)
         except DamagedIndexError as error:
@@ -111,7 +110,7 @@ class SegmentStore:
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         taken: list[Extent] = []
-        try:
+        with self._store_errors("write to"):
             with self._writing() as (changes, free):
                 try:
                     for key, layers in chunks:
@@ -126,8 +125,6 @@ class SegmentStore:
                         self._files.free(extent)
                     raise
             self._sweep()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("write to", error) from error
 
     def contains(self, key: ChunkKey) -> bool:
         return self._index.place(key.prefix()) is not None
@@ -138,12 +135,10 @@ class SegmentStore:
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Gone for good when it returns: the bytes can't be read from the files any more."""
-        try:
+        with self._store_errors("delete from"):
             with self._writing() as (changes, _):
                 places = [place for chunk_hash in chunk_hashes for place in changes.delete(bytes.fromhex(chunk_hash))]
             self._sweep()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("delete from", error) from error
         return sum(len(place.lengths) for place in places)
 
     def locate(self, key: ChunkKey, layer: int) -> tuple[Path, int, int]:
@@ -155,23 +150,26 @@ class SegmentStore:
         return self._files.path(segment), offset, length
 
     def chunk_hashes(self) -> Iterator[str]:
-        return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks()))
+        with self._store_errors("read"):
+            return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key, _ in self._index.places()))
 
     def stats(self) -> StoreStats:
-        lengths = [place.lengths for _, place in self._index.places()]
-        return StoreStats(
-            len(list(self.chunk_hashes())),
-            sum(map(len, lengths)),
-            sum(map(sum, lengths)),
-            self._index.size_on_disk() + self._files.size_on_disk(),
-        )
+        with self._store_errors("read"):
+            lengths = [place.lengths for _, place in self._index.places()]
+            return StoreStats(
+                len(list(self.chunk_hashes())),
+                sum(map(len, lengths)),
+                sum(map(sum, lengths)),
+                self._index.size_on_disk() + self._files.size_on_disk(),
+            )
 
     def verify(self) -> Verification:
         """Also that nothing but records is in the files: what was deleted is gone."""
-        with self._index.writing() as changes:  # nobody writes in the meantime
-            places, known = changes.places(), changes.extents()
-            left = list(_outside(self._files.data(), known))
-        found = verify_records(self._records(places))
+        with self._store_errors("read"):
+            with self._index.writing() as changes:  # nobody writes in the meantime
+                places, known = changes.places(), changes.extents()
+                left = list(_outside(self._files.data(), known))
+            found = verify_records(self._records(places))
         overlaps = [f"{b} overlaps {a}" for a, b in pairwise(known) if a.segment == b.segment and b.offset < a.end]
         unknown = [f"{extent} holds what no record is known for" for extent in left]
         return Verification(found.num_records, [*found.problems, *overlaps, *unknown])
@@ -217,14 +215,23 @@ class SegmentStore:
             for extent in list(_outside(self._files.data(), changes.extents())):
                 self._files.free(extent)
 
-    def _storage_error(self, verb: str, error: Exception) -> StoreError:
-        free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        # A full disk may be an I/O error to SQLite.
-        full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free some space, or choose another --home" if full else "Is it a ragkv store that you may write to?"
-        return StoreError(
-            f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
-        )
+    @contextmanager
+    def _store_errors(self, verb: str) -> Iterator[None]:
+        """Translates what the system and SQLite raise."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            # A full disk may be an I/O error to SQLite.
+            full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "Is it a ragkv store that you may write to?"
+            if is_damage(error, self.path / _INDEX):
+                remedy = "Its index is damaged. Stop all that uses it and start again: it is then made anew"
+            elif full:
+                remedy = "Free some space, or choose another --home"
+            raise StoreError(
+                f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
+            ) from error
 
 
 def _outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]:

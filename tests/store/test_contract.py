@@ -306,6 +306,61 @@ def test_a_damaged_index_is_not_taken_away_from_another_process(tmp_path):
     store.close()
 
 
+def flip(file, offset, bit):
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        (byte,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("text", [b"SQLite format", b"format3", b"3", b"value text", b"key blob primary", b"without"])
+def test_a_bit_that_flips_in_the_index_keeps_no_store_from_opening(tmp_path, text, bit):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in (1, 2)])
+    store.close()
+    index = tmp_path / "kv" / "index.db"
+    whole = index.read_bytes()
+    flip(index, whole.index(b"format3") + 6 if text == b"3" else whole.index(text), bit)
+    again = SegmentStore(tmp_path / "kv")
+    with again.snapshot() as snapshot:
+        for n in (1, 2):
+            assert torch.equal(snapshot.get(make_key(chunk=n), 1).k, make_layers(seed=n)[1].k)
+    assert again.verify().problems == []
+    again.close()
+
+
+@pytest.mark.parametrize("keep", [3000, 5944, 9938])
+def test_an_index_cut_off_in_use_is_a_clear_error(tmp_path, keep):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in range(1, 60)])
+    store.close()
+    store = SegmentStore(tmp_path / "kv")
+    os.truncate(tmp_path / "kv" / "index.db", keep)
+    uses = [
+        lambda: list(store.chunk_hashes()),
+        store.stats,
+        store.verify,
+        lambda: store.put([(make_key(chunk=99), make_layers())]),
+        lambda: store.delete([make_key(chunk=3).chunk_hash]),
+    ]
+    num_errors = 0
+    for use in uses:
+        try:
+            use()
+        except StoreError as error:
+            assert "start again" in str(error)
+            num_errors += 1
+    assert num_errors
+    store.contains(make_key(chunk=1))
+    store.close()
+    again = SegmentStore(tmp_path / "kv")
+    assert again.contains(make_key(chunk=1))
+    assert again.verify().problems == []
+    again.close()
+
+
 def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_contract import *\n"
