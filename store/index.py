@@ -25,6 +25,7 @@ _SCHEMA = (
     "create table freed (id integer primary key, key blob not null, place blob not null)",
     "create table meta (name text primary key, value text not null, checksum blob not null) without rowid",
 )
+FORMAT = "format"  # in `meta`
 _PLACE = struct.Struct("<IQ")  # segment, offset; then each layer's length, uint32; then a checksum, uint64
 _CHECKSUM = struct.Struct("<Q")
 _WAIT_S = 60  # for another process that writes
@@ -80,10 +81,10 @@ class Place:
 
 class Index:
     """The file. Threads may share it. Raises sqlite3.Error for what the system doesn't allow, DamagedIndexError on
-    opening a file that isn't whole."""
+    opening a file that isn't whole. version: of the records; an index of other ones is left as it is."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, version: str) -> None:
+        self._file, self._version = file, version
         self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._connections: list[sqlite3.Connection] = []
         try:
@@ -110,6 +111,8 @@ class Index:
             if not changes.query("select 1 from sqlite_master limit 1"):
                 for statement in _SCHEMA:
                     changes.query(statement)
+            if _checked_meta(changes).get(FORMAT, self._version) != self._version:
+                return  # it may look otherwise: callers refuse it
             _check_schema(changes)
             bad = [key for key, value in changes.query("select key, place from chunk") if not Place.unpack(key, value)]
             for key in bad:
@@ -231,14 +234,18 @@ def _query(connection: sqlite3.Connection, statement: str, *values: object) -> l
 
 
 def _check_schema(changes: Changes) -> None:
-    """Raises DamagedIndexError if the tables aren't as they were made, or what `meta` holds isn't what was set: SQLite
-    takes whatever it can read."""
+    """Raises DamagedIndexError if the tables aren't as they were made: SQLite takes whatever it can read."""
     schema = changes.query("select lower(sql) from sqlite_master where sql is not null order by name")
     if schema != [(statement,) for statement in _SCHEMA]:
         raise DamagedIndexError("its tables are not those of an index")
+
+
+def _checked_meta(changes: Changes) -> dict[str, str]:
+    """Raises DamagedIndexError if that isn't what was set."""
     rows = changes.query("select name, value, checksum from meta")
     if any(checksum != _meta_checksum(name, value) for name, value, checksum in rows):
         raise DamagedIndexError("what it says of itself doesn't verify")
+    return {name: value for name, value, _ in rows}
 
 
 def _meta_checksum(name: object, value: object) -> bytes:

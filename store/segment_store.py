@@ -21,7 +21,7 @@ from pathlib import Path
 from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import RAW, Codec
-from ragkv.store.index import Changes, DamagedIndexError, Index, Place, is_damage
+from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Place, is_damage
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, LayerKV, decode, encode
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
@@ -29,7 +29,6 @@ from ragkv.store.verification import HASH_BYTES, verify_records
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "format"
 _INDEX = "index.db"
 _NEARLY_FULL_BYTES = 64 << 20
 
@@ -67,7 +66,7 @@ class SegmentStore:
         """One that is damaged is put aside, and then a new one is made from what the segments hold."""
         file = self.path / _INDEX
         try:
-            return Index(file)
+            return Index(file, str(FORMAT_VERSION))
         except DamagedIndexError as error:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,13 +78,13 @@ class SegmentStore:
             logger.warning("%s is damaged (%s); made anew from the records", file, error)
             for part in self.path.glob(f"{file.name}*"):
                 part.unlink()
-            index = Index(file)
+            index = Index(file, str(FORMAT_VERSION))
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return index
 
     def _check_format(self) -> None:
         expected = str(FORMAT_VERSION)
-        found = self._index.meta(_FORMAT)
+        found = self._index.meta(FORMAT)
         if found is None:
             self._begin_index(expected)
         elif found != expected:
@@ -99,13 +98,13 @@ class SegmentStore:
         """Of a new store, or of one whose index is lost: then chunks are found again by their records. All of it in one
         transaction, so that an index with a format is whole, and what it doesn't name may be freed."""
         with self._writing() as (changes, _):
-            if not changes.query("select 1 from meta where name = ?", _FORMAT):  # no other process was faster
+            if not changes.query("select 1 from meta where name = ?", FORMAT):  # no other process was faster
                 found = list(find_chunks(self._files))
                 for key, segment, offset, lengths in found:
                     changes.put(key, Place(segment, offset, lengths))
                 if found:
                     logger.warning("found %d chunks again whose index was lost", len(found))
-                changes.set_meta(_FORMAT, version)
+                changes.set_meta(FORMAT, version)
         self._free = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:

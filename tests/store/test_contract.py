@@ -3,9 +3,11 @@
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -170,10 +172,16 @@ def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
 
 
 def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
-    SegmentStore(tmp_path / "kv").close()
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(), make_layers())])
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "kv" / "index.db")) as index:
+        index.execute("alter table chunk add column more text")
+    whole = (tmp_path / "kv" / "index.db").read_bytes()
     monkeypatch.setattr("ragkv.store.segment_store.FORMAT_VERSION", 4)
     with pytest.raises(StoreError, match=r"format 3; this release reads format\s+4"):
         SegmentStore(tmp_path / "kv")
+    assert (tmp_path / "kv" / "index.db").read_bytes() == whole
 
 
 def test_something_else_in_the_folder_is_refused(tmp_path):
