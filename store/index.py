@@ -114,9 +114,10 @@ class Index:
             if _checked_meta(changes).get(FORMAT, self._version) != self._version:
                 return  # it may look otherwise: callers refuse it
             _check_schema(changes)
-            bad = [key for key, value in changes.query("select key, place from chunk") if not Place.unpack(key, value)]
-            for key in bad:
+            for key in changes.bad_keys():
                 changes.query("delete from chunk where key is ?", key)
+            if changes.bad_keys():  # out of order, where a search doesn't find them and may miss others
+                raise DamagedIndexError("rows that don't verify can't be removed")
             changes.freed()
         problems = [row[0] for row in self._read("pragma quick_check")]
         if problems != ["ok"]:
@@ -206,6 +207,10 @@ class Changes:
 
     def places(self) -> list[tuple[bytes, Place]]:
         return _places(self.query("select key, place from chunk order by key"))
+
+    def bad_keys(self) -> list[object]:
+        """Of rows that went bad."""
+        return [key for key, value in self.query("select key, place from chunk") if not Place.unpack(key, value)]
 
     def freed(self) -> list[Extent]:
         return [place.extent for _, place in _places(self.query("select key, place from freed"))]

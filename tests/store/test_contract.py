@@ -339,6 +339,19 @@ def test_a_bit_that_flips_in_the_index_keeps_no_store_from_opening(tmp_path, tex
     again.close()
 
 
+@pytest.mark.parametrize("bad", [4, 8, 12, 13])
+def test_a_key_that_goes_bad_hides_no_other(tmp_path, bad):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in range(16)])
+    store.close()
+    index = tmp_path / "kv" / "index.db"
+    flip(index, index.read_bytes().index(make_key(chunk=bad).prefix()), 7)
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=17), make_layers(seed=17))])
+    assert all(store.contains(make_key(chunk=n)) for n in (*range(16), 17) if n != bad)
+    store.close()
+
+
 @pytest.mark.parametrize("keep", [3000, 5944, 9938])
 def test_an_index_cut_off_in_use_is_a_clear_error(tmp_path, keep):
     store = SegmentStore(tmp_path / "kv")
