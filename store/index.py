@@ -5,31 +5,47 @@ checksum of its own, so that a wrong place is a chunk that isn't there.
 """
 
 import logging
+import os
+import random
 import sqlite3
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from ragkv.store.record import KEY_BYTES
 from ragkv.store.segments import Extent, padded
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = """
-create table meta (name text primary key, value text not null) without rowid;
-create table chunk (key blob primary key, place blob not null) without rowid;
-create table freed (id integer primary key, key blob not null, place blob not null);
-create table usage (key blob primary key, size integer, cost real, uses integer, used_at real, priority real, hint text)
-  without rowid;
-create index usage_priority on usage (priority);
-"""
-_PLACE = struct.Struct("<IQ")  # segment, offset; then each layer's length, uint32; then a checksum, uint64
+_SCHEMA = (
+    "create table chunk (key blob primary key, place blob not null) without rowid",
+    "create table freed (id integer primary key, key blob not null, place blob not null)",
+    "create table meta (name text primary key, value text not null, checksum blob not null) without rowid",
+    "create table usage (key blob primary key, size integer, cost real, uses integer, used_at real, priority real, "
+    "hint text) without rowid",
+    "create index usage_priority on usage (priority)",
+)
+FORMAT = "format"  # in `meta`
+_PLACE = struct.Struct("<IQQ")  # segment, offset, serial; then each layer's length, uint32; then a checksum, uint64
 _CHECKSUM = struct.Struct("<Q")
+_KEY_BYTES = KEY_BYTES - 2  # without the layer
 _WAIT_S = 60  # for another process that writes
+_NOT_DAMAGE = {  # what keeps a file that is whole from being used
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
 
 
 class DamagedIndexError(Exception):
@@ -38,11 +54,15 @@ class DamagedIndexError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk lies: its layers one after the other, each padded. lengths: without padding."""
+    """Where a chunk lies: its layers one after the other, each padded. lengths: without padding.
+
+    serial: at random, so that what is put where something lay before is told from it.
+    """
 
     segment: int
     offset: int
     lengths: tuple[int, ...]
+    serial: int = field(default_factory=lambda: random.getrandbits(64))
 
     @property
     def extent(self) -> Extent:
@@ -53,7 +73,9 @@ class Place:
         return self.segment, self.offset + sum(map(padded, self.lengths[:index])), self.lengths[index]
 
     def pack(self, key: bytes) -> bytes:
-        place = _PLACE.pack(self.segment, self.offset) + struct.pack(f"<{len(self.lengths)}I", *self.lengths)
+        place = _PLACE.pack(self.segment, self.offset, self.serial) + struct.pack(
+            f"<{len(self.lengths)}I", *self.lengths
+        )
         return place + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + place))
 
     @classmethod
@@ -65,16 +87,16 @@ class Place:
         if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + place)) != value[-_CHECKSUM.size :]:
             return None
         lengths = struct.unpack_from(f"<{(len(place) - _PLACE.size) // 4}I", place, _PLACE.size)
-        segment, offset = _PLACE.unpack_from(place)
-        return cls(segment, offset, lengths)
+        segment, offset, serial = _PLACE.unpack_from(place)
+        return cls(segment, offset, lengths, serial)
 
 
 class Index:
     """The file. Threads may share it. Raises sqlite3.Error for what the system doesn't allow, DamagedIndexError on
-    opening a file that isn't whole."""
+    opening a file that isn't whole. version: of the records; an index of other ones is left as it is."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, version: str) -> None:
+        self._file, self._version = file, version
         self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._connections: list[sqlite3.Connection] = []
         try:
@@ -82,7 +104,9 @@ class Index:
             self._prepare()
         except sqlite3.Error as error:
             self.close()
-            raise _damage(error) or error from error
+            if is_damage(error, file):
+                raise DamagedIndexError(str(error)) from error
+            raise
         except BaseException:
             self.close()
             raise
@@ -90,21 +114,23 @@ class Index:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         self._connections.append(connection)
-        connection.execute("pragma journal_mode = wal")
-        connection.execute("pragma synchronous = full")
-        connection.execute("pragma cell_size_check = on")
+        for pragma in ("journal_mode = wal", "synchronous = full", "cell_size_check = on"):
+            _query(connection, f"pragma {pragma}")
         return connection
 
     def _prepare(self) -> None:
         with self.writing() as changes:
             if not changes.query("select 1 from sqlite_master limit 1"):
-                for statement in _SCHEMA.split(";"):
+                for statement in _SCHEMA:
                     changes.query(statement)
-            bad = [key for key, value in changes.query("select key, place from chunk") if not Place.unpack(key, value)]
-            for key in bad:
+            if _checked_meta(changes).get(FORMAT, self._version) != self._version:
+                return  # it may look otherwise: callers refuse it
+            _check_schema(changes)
+            for key in changes.bad_keys():
                 changes.query("delete from chunk where key is ?", key)
+            if changes.bad_keys():  # out of order, where a search doesn't find them and may miss others
+                raise DamagedIndexError("rows that don't verify can't be removed")
             changes.freed()
-            changes.query("select key, size, cost, uses, used_at, priority, hint from usage limit 1")
         problems = [row[0] for row in self._read("pragma quick_check")]
         if problems != ["ok"]:
             raise DamagedIndexError("; ".join(map(str, problems[:3])))
@@ -125,7 +151,8 @@ class Index:
     def chunks(self, *, evicted: bool = False) -> list[bytes]:
         """The keys of all, in order; with `evicted` also of those that were evicted."""
         statement = "select key from chunk" + (" union select key from usage" if evicted else "")
-        return [key for (key,) in self._read(f"{statement} order by key")]
+        keys = (key for (key,) in self._read(f"{statement} order by key"))
+        return [key for key in keys if isinstance(key, bytes) and len(key) == _KEY_BYTES]
 
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
@@ -141,12 +168,13 @@ class Index:
     def writing(self) -> Iterator["Changes"]:
         """One transaction, of the one writer among all processes."""
         with self._write_lock:
-            self._writer.execute("begin immediate")
+            _query(self._writer, "begin immediate")
             try:
                 yield Changes(self._writer)
-                self._writer.execute("commit")
+                _query(self._writer, "commit")
             except BaseException:
-                self._writer.execute("rollback")
+                if self._writer.in_transaction:  # SQLite ends one itself after some errors
+                    _query(self._writer, "rollback")
                 raise
 
     def close(self) -> None:
@@ -155,7 +183,7 @@ class Index:
 
     def _read(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._read_lock:
-            return self._reader.execute(statement, values).fetchall()
+            return _query(self._reader, statement, *values)
 
 
 class Changes:
@@ -165,8 +193,7 @@ class Changes:
         self.connection = connection
 
     def query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with closing(self.connection.execute(statement, values)) as cursor:
-            return cursor.fetchall()
+        return _query(self.connection, statement, *values)
 
     @property
     def others_version(self) -> int:
@@ -174,7 +201,7 @@ class Changes:
         return int(self.query("pragma data_version")[0][0])
 
     def set_meta(self, name: str, value: str) -> None:
-        self.query("insert or replace into meta values (?, ?)", name, value)
+        self.query("insert or replace into meta values (?, ?, ?)", name, value, _meta_checksum(name, value))
 
     def put(self, key: bytes, place: Place) -> None:
         """Add or replace a chunk."""
@@ -198,6 +225,10 @@ class Changes:
     def places(self) -> list[tuple[bytes, Place]]:
         return _places(self.query("select key, place from chunk order by key"))
 
+    def bad_keys(self) -> list[object]:
+        """Of rows that went bad."""
+        return [key for key, value in self.query("select key, place from chunk") if not Place.unpack(key, value)]
+
     def freed(self) -> list[Extent]:
         return [place.extent for _, place in _places(self.query("select key, place from freed"))]
 
@@ -215,7 +246,41 @@ def _places(rows: list[tuple]) -> list[tuple[bytes, Place]]:  # type: ignore[typ
     return [(key, place) for key, place in found if place is not None]
 
 
-def _damage(error: sqlite3.Error) -> DamagedIndexError | None:
-    """None if it is something else that keeps the file from being used."""
-    is_operational = isinstance(error, sqlite3.OperationalError)
-    return None if is_operational and not str(error).startswith("no such") else DamagedIndexError(str(error))
+def _query(connection: sqlite3.Connection, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+    """Raises nothing but sqlite3.Error."""
+    try:
+        with closing(connection.execute(statement, values)) as cursor:
+            return cursor.fetchall()
+    except UnicodeDecodeError as error:  # from Python, of a message of SQLite's that quotes what went bad
+        raise sqlite3.DatabaseError(f"the index holds text that went bad: {error}") from error
+
+
+def _check_schema(changes: Changes) -> None:
+    """Raises DamagedIndexError if the tables aren't as they were made: SQLite takes whatever it can read."""
+    schema = changes.query("select lower(sql) from sqlite_master where sql is not null order by name")
+    if schema != [(statement,) for statement in _SCHEMA]:
+        raise DamagedIndexError("its tables are not those of an index")
+
+
+def _checked_meta(changes: Changes) -> dict[str, str]:
+    """Raises DamagedIndexError if that isn't what was set."""
+    rows = changes.query("select name, value, checksum from meta")
+    if any(checksum != _meta_checksum(name, value) for name, value, checksum in rows):
+        raise DamagedIndexError("what it says of itself doesn't verify")
+    return {name: value for name, value, _ in rows}
+
+
+def _meta_checksum(name: object, value: object) -> bytes:
+    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(repr((name, value)).encode()))
+
+
+def is_damage(error: Exception, file: Path) -> bool:
+    """Whether it says that the index holds what nobody wrote, and not that the system doesn't let it be used."""
+    if not isinstance(error, sqlite3.Error):
+        return False
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    if code == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return True
+    if code == sqlite3.SQLITE_READONLY:  # a damaged header may say so too
+        return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
+    return code & 0xFF not in _NOT_DAMAGE

@@ -67,5 +67,8 @@ class _MemorySnapshot:
         value = self._records.get(key.layer(layer))
         return None if value is None else decode(key.layer(layer), value)
 
+    def lost(self) -> list[ChunkKey]:
+        return []
+
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         """Nothing is nearer than memory."""

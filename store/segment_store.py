@@ -24,7 +24,7 @@ from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import CODECS
 from ragkv.store.eviction import Hint
-from ragkv.store.index import Changes, DamagedIndexError, Index, Place
+from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Place, is_damage
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import (
     FORMAT_VERSION,
@@ -40,11 +40,11 @@ from ragkv.store.record import (
 )
 from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
 from ragkv.store.usage import Usage
-from ragkv.store.verification import HASH_BYTES, verify_records
+from ragkv.store.verification import verify_records
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "format"
+_INDEX = "index.db"
 _NEARLY_FULL_BYTES = 64 << 20
 _USES_EVERY_S = 10.0
 
@@ -69,17 +69,19 @@ class SegmentStore:
         self.num_evicted = 0
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
-        try:
+        with self._store_errors("open"):
             path.mkdir(parents=True, exist_ok=True)
             self._refuse_other_contents()
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-            self._files = SegmentFiles(path / "segments")
-            self._index = self._open_index()
-            self._check_format()
-            self._recover()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("open", error) from error
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                self._files = SegmentFiles(path / "segments")
+                self._index = self._open_index()
+                self._check_format()
+                self._recover()
+            except BaseException:
+                self._unlock()
+                raise
 
     def _refuse_other_contents(self) -> None:
         if (self.path / "data.mdb").exists():
@@ -90,9 +92,9 @@ class SegmentStore:
 
     def _open_index(self) -> Index:
         """One that is damaged is put aside, and then a new one is made from what the segments hold."""
-        file = self.path / "index.db"
+        file = self.path / _INDEX
         try:
-            return Index(file)
+            return Index(file, str(FORMAT_VERSION))
         except DamagedIndexError as error:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,17 +106,17 @@ class SegmentStore:
             logger.warning("%s is damaged (%s); made anew from the records", file, error)
             for part in self.path.glob(f"{file.name}*"):
                 part.unlink()
-            index = Index(file)
+            index = Index(file, str(FORMAT_VERSION))
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return index
 
     def _check_format(self) -> None:
         expected = str(FORMAT_VERSION)
-        found = self._index.meta(_FORMAT)
+        found = self._index.meta(FORMAT)
         if found is None:
             self._begin_index(expected)
         elif found != expected:
-            self.close()
+            self._index.close()
             raise StoreError(
                 f"{self.path} holds KV records of format {found}; this release reads format "
                 f"{FORMAT_VERSION}. Use the release that wrote it, another --home, or delete the folder and index again"
@@ -124,13 +126,15 @@ class SegmentStore:
         """Of a new store, or of one whose index is lost: then chunks are found again by their records. All of it in one
         transaction, so that an index with a format is whole, and what it doesn't name may be freed."""
         with self._writing() as (changes, _):
-            if not changes.query("select 1 from meta where name = ?", _FORMAT):  # no other process was faster
+            if not changes.query("select 1 from meta where name = ?", FORMAT):  # no other process was faster
                 found = list(find_chunks(self._files))
                 for key, segment, offset, lengths in found:
-                    changes.put(key, Place(segment, offset, lengths))
+                    changes.put(key, place := Place(segment, offset, lengths))
+                    first = self._files.read(*place.layer(0)) or b""
+                    self._usage.put(changes, key, place.extent.length, cost=tokens_in(first))
                 if found:
                     logger.warning("found %d chunks again whose index was lost", len(found))
-                changes.set_meta(_FORMAT, version)
+                changes.set_meta(FORMAT, version)
         self._free = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
@@ -150,7 +154,7 @@ class SegmentStore:
 
     def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]], sizes: Sequence[int]) -> None:
         taken: list[Extent] = []
-        try:
+        with self._store_errors("write to"):
             chunks = compress(chunks, self._make_room(sizes))
             with self._writing() as (changes, free):
                 self._write_uses(changes)
@@ -167,8 +171,6 @@ class SegmentStore:
                         self._files.free(extent)
                     raise
             self._sweep()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("write to", error) from error
 
     def _make_room(self, sizes: Sequence[int]) -> list[bool]:
         """Evict others for chunks of these sizes. Which of them are to be stored: as many as there is room for then."""
@@ -214,12 +216,9 @@ class SegmentStore:
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
         """How these chunks' records are to be treated when room is needed (`ragkv.store.eviction.HINTS`)."""
-        try:
-            with self._index.writing() as changes:
-                for chunk_hash in chunk_hashes:
-                    self._usage.hint(changes, bytes.fromhex(chunk_hash), hint)
-        except sqlite3.Error as error:
-            raise self._storage_error("write to", error) from error
+        with self._store_errors("write to"), self._index.writing() as changes:
+            for chunk_hash in chunk_hashes:
+                self._usage.hint(changes, bytes.fromhex(chunk_hash), hint)
 
     def contains(self, key: ChunkKey) -> bool:
         return self._index.place(key.prefix()) is not None
@@ -255,25 +254,21 @@ class SegmentStore:
         return self._delete(key.prefix() for key in keys)
 
     def _delete(self, prefixes: Iterable[bytes]) -> int:
-        try:
+        with self._store_errors("delete from"):
             with self._writing() as (changes, _):
                 places = []
                 for prefix in prefixes:
                     places += changes.delete(prefix)
                     self._usage.delete(changes, prefix)
             self._sweep()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("delete from", error) from error
         return sum(len(place.lengths) for place in places)
 
     def discard(self, key: ChunkKey) -> None:
         """Forget one capture of a chunk whose bytes went bad. Its uses still count."""
-        try:
+        with self._store_errors("delete from"):
             with self._writing() as (changes, _):
                 changes.delete(key.prefix())
             self._sweep()
-        except (sqlite3.Error, OSError) as error:
-            raise self._storage_error("delete from", error) from error
 
     def locate(self, key: ChunkKey, layer: int) -> tuple[Path, int, int]:
         """The file, offset and length of a record. Raises KeyError where there is none."""
@@ -285,39 +280,44 @@ class SegmentStore:
 
     def chunk_hashes(self, *, evicted: bool = False) -> Iterator[str]:
         """The chunks that have records, each once; with `evicted` also those that had to make room."""
-        return iter(dict.fromkeys(key[:HASH_BYTES].hex() for key in self._index.chunks(evicted=evicted)))
+        return iter(dict.fromkeys(key.chunk_hash for key in self.keys(evicted=evicted)))
 
     def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
         """Of all captures; with `evicted` also of those that had to make room."""
-        return [ChunkKey.parse(key) for key in self._index.chunks(evicted=evicted)]
+        with self._store_errors("read"):
+            return [ChunkKey.parse(key) for key in self._index.chunks(evicted=evicted)]
 
     def sizes(self) -> dict[ChunkKey, int]:
         """What each chunk's records take on disk, in bytes."""
-        return {ChunkKey.parse(key): place.extent.length for key, place in self._index.places()}
+        with self._store_errors("read"):
+            return {ChunkKey.parse(key): place.extent.length for key, place in self._index.places()}
 
     def codecs(self) -> dict[str, int]:
         """How many records each codec has, by the first record of each chunk; damaged ones are left out."""
         counts: Counter[str] = Counter()
-        for _, place in self._index.places():
-            with suppress(CorruptRecordError):
-                counts[codec_name(self._files.read(*place.layer(0)) or b"")] += len(place.lengths)
+        with self._store_errors("read"):
+            for _, place in self._index.places():
+                with suppress(CorruptRecordError):
+                    counts[codec_name(self._files.read(*place.layer(0)) or b"")] += len(place.lengths)
         return dict(counts)
 
     def stats(self) -> StoreStats:
-        lengths = [place.lengths for _, place in self._index.places()]
-        return StoreStats(
-            len(list(self.chunk_hashes())),
-            sum(map(len, lengths)),
-            sum(map(sum, lengths)),
-            self._index.size_on_disk() + self._files.size_on_disk(),
-        )
+        with self._store_errors("read"):
+            lengths = [place.lengths for _, place in self._index.places()]
+            return StoreStats(
+                len(list(self.chunk_hashes())),
+                sum(map(len, lengths)),
+                sum(map(sum, lengths)),
+                self._index.size_on_disk() + self._files.size_on_disk(),
+            )
 
     def verify(self) -> Verification:
         """Also that nothing but records is in the files: what was deleted is gone."""
-        with self._index.writing() as changes:  # nobody writes in the meantime
-            places, known = changes.places(), changes.extents()
-            left = list(_outside(self._files.data(), known))
-        found = verify_records(self._records(places))
+        with self._store_errors("read"):
+            with self._index.writing() as changes:  # nobody writes in the meantime
+                places, known = changes.places(), changes.extents()
+                left = list(_outside(self._files.data(), known))
+            found = verify_records(self._records(places))
         overlaps = [f"{b} overlaps {a}" for a, b in pairwise(known) if a.segment == b.segment and b.offset < a.end]
         unknown = [f"{extent} holds what no record is known for" for extent in left]
         return Verification(found.num_records, [*found.problems, *overlaps, *unknown])
@@ -332,6 +332,9 @@ class SegmentStore:
             self._flush_uses()
         self._files.close()
         self._index.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -365,14 +368,23 @@ class SegmentStore:
             for extent in list(_outside(self._files.data(), changes.extents())):
                 self._files.free(extent)
 
-    def _storage_error(self, verb: str, error: Exception) -> StoreError:
-        free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        # A full disk may be an I/O error to SQLite.
-        full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free some space, or choose another --home" if full else "Is it a ragkv store that you may write to?"
-        return StoreError(
-            f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
-        )
+    @contextmanager
+    def _store_errors(self, verb: str) -> Iterator[None]:
+        """Translates what the system and SQLite raise."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            # A full disk may be an I/O error to SQLite.
+            full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "Is it a ragkv store that you may write to?"
+            if is_damage(error, self.path / _INDEX):
+                remedy = "Its index is damaged. Stop all that uses it and start again: it is then made anew"
+            elif full:
+                remedy = "Free some space, or choose another --home"
+            raise StoreError(
+                f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
+            ) from error
 
 
 def _outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]:
@@ -411,6 +423,9 @@ class _SegmentSnapshot:
             if self._index.place(key.prefix()) != place:
                 return None  # deleted or replaced in the meantime
             raise
+
+    def lost(self) -> list[ChunkKey]:
+        return [key for key, place in self._found.items() if place and self._index.place(key.prefix()) != place]
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         place = self._place(key)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.store.index import FORMAT, Index
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segment_store import SegmentStore
 
@@ -310,8 +310,8 @@ def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:
 
 
 def test_store_of_another_version(filled_home: Path) -> None:
-    with closing(sqlite3.connect(filled_home / "kv" / "index.db")) as index, index:
-        index.execute("update meta set value = '99'")
+    with closing(Index(filled_home / "kv" / "index.db", "99")) as index, index.writing() as changes:
+        changes.set_meta(FORMAT, "99")
     assert "holds KV records of format 99" in errors("store", "verify")[0]
 
 

@@ -38,6 +38,7 @@ evaluations.command()(eval_commands.ttft)
 evaluations.command()(eval_commands.quality)
 evaluations.command()(eval_commands.report)
 evaluations.command()(eval_commands.cache)
+evaluations.command()(eval_commands.faults)
 app.add_typer(evaluations, name="eval")
 app.command()(home_commands.doctor)
 

@@ -1,4 +1,4 @@
-"""The commands that measure: TTFT, fidelity, and the report of both."""
+"""The commands that measure: TTFT, fidelity, the report of both, the cache and the store."""
 
 import asyncio
 import json
@@ -128,6 +128,27 @@ def cache(
             typer.echo(json.dumps(row))
     if not as_json:
         output.print_cache(rows)
+
+
+def faults(
+    kills: Annotated[int, typer.Option(min=0, help="How often processes that use a store are killed.")] = 200,
+    flips: Annotated[int, typer.Option(min=0, help="How often a bit is flipped or a file cut off.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first round; the others count on from it.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Kill processes that use a KV store, damage its files, fill its disk, and see what is lost. Needs no model."""
+    from ragkv.evals import faults as evaluation
+
+    rows = []
+    with output.RoundLine() as line:
+        for row in evaluation.run(kills, flips, seed, line.update):
+            rows.append(row)
+            if as_json:
+                typer.echo(json.dumps(row))
+    if not as_json:
+        output.print_faults(rows)
+    if any(row["failed"] for row in rows):
+        raise typer.Exit(1)
 
 
 def _parse_lengths(text: str) -> list[int]:

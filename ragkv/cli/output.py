@@ -241,6 +241,58 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
+class RoundLine:
+    """Progress over the rounds of a fault campaign, without a thread: its processes are forked from this one."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=err,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "RoundLine":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, part: str, done: int, total: int) -> None:
+        if part not in self._tasks:
+            self._tasks[part] = self._progress.add_task(part)
+        self._progress.update(self._tasks[part], completed=done, total=total, refresh=True)
+
+
+def print_faults(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval faults --json` prints them."""
+    table = Table("", box=None, padding=(0, 1, 0, 0))
+    for name in ("rounds", "failed", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("of which")
+    for row in rows:
+        counts = ", ".join(f"{count} {name}" for name, count in row["outcomes"].items())
+        note = f"skipped: {row['skipped']}" if row["skipped"] else counts
+        table.add_row(
+            row["part"],
+            f"{row['rounds']:,}",
+            f"{row['failed']:,}",
+            f"{row['seconds']:,.0f}",
+            Text(note, overflow="fold"),
+        )
+    out.print(table)
+    for row in rows:
+        for failure in row["failures"]:
+            problem = f"{row['part']}, seed {failure['seed']}: {failure['problem']}"
+            out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
 class ByteBar:
     """Progress over the bytes of an export or import. total: None if nobody knows."""
 

@@ -81,6 +81,7 @@ class Capture:
             for layer in range(len(self._subset.layers)):
                 kv = self._source.read(snapshot, layer, alone).kv
                 average.mean.add(layer, kv.k, kv.v, alone.start)
+            self._source.check_still_there(snapshot, [alone])
         average.mean.count = 1
 
     def _capture_behind_contexts(self, averages: Sequence["Average"]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -101,6 +102,7 @@ class Capture:
                     layers.append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
 
             self._subset.run(list(map(piece, jobs, positions)), before_layer)
+            self._source.check_still_there(snapshot, [s for a in averages for s in (a.task.anchor, a.contexts[0])])
         return captured
 
 

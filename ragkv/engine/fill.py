@@ -5,7 +5,7 @@ one layer is held. Knows nothing about policies.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +73,13 @@ class Source:
             return Loaded(span, kv.k, kv)
         return Loaded(span, rotation.rotate(kv.k, span.start - kv.base_position), kv)
 
+    def check_still_there(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
+        """Raise BadSpanError if one of these spans was deleted or replaced since it was first read."""
+        lost = set(snapshot.lost())
+        for span in spans if lost else ():
+            if self.key(span) in lost:
+                raise BadSpanError(span, "was deleted while it was read")
+
 
 class Fill:
     """The blocks of one request being filled."""
@@ -113,6 +120,7 @@ class Fill:
                 nothing = torch.empty(0, device=self._subset.device)
                 for layer in range(len(self._subset.layers)):
                     before_layer(layer, nothing, nothing, nothing)
+            self._source.check_still_there(snapshot, spans_at(len(self._subset.layers) - 1))
         elapsed_ms = 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
         setattr(self._report, stage, getattr(self._report, stage) + elapsed_ms)
 

@@ -3,9 +3,11 @@
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -159,10 +161,16 @@ def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
 
 
 def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
-    SegmentStore(tmp_path / "kv").close()
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(), make_layers())])
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "kv" / "index.db")) as index:
+        index.execute("alter table chunk add column more text")
+    whole = (tmp_path / "kv" / "index.db").read_bytes()
     monkeypatch.setattr("ragkv.store.segment_store.FORMAT_VERSION", 4)
     with pytest.raises(StoreError, match=r"format 3; this release reads format\s+4"):
         SegmentStore(tmp_path / "kv")
+    assert (tmp_path / "kv" / "index.db").read_bytes() == whole
 
 
 def test_something_else_in_the_folder_is_refused(tmp_path):
@@ -195,6 +203,21 @@ def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
         assert list(store.chunk_hashes()) == [make_key(chunk=1).chunk_hash]
         assert store.verify().problems == []
     store.put([(make_key(chunk=2), make_layers())])
+    store.close()
+
+
+def test_a_snapshot_tells_what_was_lost_while_it_was_read(tmp_path):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in (1, 2, 3, 4)])
+    with store.snapshot() as snapshot:
+        for n in (1, 2, 3):
+            snapshot.get(make_key(chunk=n), 0)
+        assert snapshot.lost() == []
+        place = store.locate(make_key(chunk=2), 0)
+        store.delete([make_key(chunk=n).chunk_hash for n in (1, 2, 4)])
+        store.put([(make_key(chunk=1), make_layers(seed=1)), (make_key(chunk=2), make_layers(seed=9))])
+        assert place == store.locate(make_key(chunk=2), 0)  # where it lay before
+        assert snapshot.lost() == [make_key(chunk=1), make_key(chunk=2)]
     store.close()
 
 
@@ -293,6 +316,74 @@ def test_a_damaged_index_is_not_taken_away_from_another_process(tmp_path):
     assert index.read_bytes() == b"not a database at all" * 1000
     index.write_bytes(whole)
     store.close()
+
+
+def flip(file, offset, bit):
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        (byte,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("text", [b"SQLite format", b"format3", b"3", b"value text", b"key blob primary", b"without"])
+def test_a_bit_that_flips_in_the_index_keeps_no_store_from_opening(tmp_path, text, bit):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in (1, 2)])
+    store.close()
+    index = tmp_path / "kv" / "index.db"
+    whole = index.read_bytes()
+    flip(index, whole.index(b"format3") + 6 if text == b"3" else whole.index(text), bit)
+    again = SegmentStore(tmp_path / "kv")
+    with again.snapshot() as snapshot:
+        for n in (1, 2):
+            assert torch.equal(snapshot.get(make_key(chunk=n), 1).k, make_layers(seed=n)[1].k)
+    assert again.verify().problems == []
+    again.close()
+
+
+@pytest.mark.parametrize("bad", [4, 8, 12, 13])
+def test_a_key_that_goes_bad_hides_no_other(tmp_path, bad):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in range(16)])
+    store.close()
+    index = tmp_path / "kv" / "index.db"
+    flip(index, index.read_bytes().index(make_key(chunk=bad).prefix()), 7)
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=17), make_layers(seed=17))])
+    assert all(store.contains(make_key(chunk=n)) for n in (*range(16), 17) if n != bad)
+    store.close()
+
+
+@pytest.mark.parametrize("keep", [3000, 5944, 9938])
+def test_an_index_cut_off_in_use_is_a_clear_error(tmp_path, keep):
+    store = SegmentStore(tmp_path / "kv")
+    store.put([(make_key(chunk=n), make_layers(seed=n)) for n in range(1, 60)])
+    store.close()
+    store = SegmentStore(tmp_path / "kv")
+    os.truncate(tmp_path / "kv" / "index.db", keep)
+    uses = [
+        lambda: list(store.chunk_hashes()),
+        store.stats,
+        store.verify,
+        lambda: store.put([(make_key(chunk=99), make_layers())]),
+        lambda: store.delete([make_key(chunk=3).chunk_hash]),
+    ]
+    num_errors = 0
+    for use in uses:
+        try:
+            use()
+        except StoreError as error:
+            assert "start again" in str(error)
+            num_errors += 1
+    assert num_errors
+    store.contains(make_key(chunk=1))
+    store.close()
+    again = SegmentStore(tmp_path / "kv")
+    assert again.contains(make_key(chunk=1))
+    assert again.verify().problems == []
+    again.close()
 
 
 def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):

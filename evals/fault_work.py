@@ -1,0 +1,273 @@
+"""What the processes of a fault campaign do with a store. Knows nothing of how they are killed.
+
+A chunk is made from its number and its version, which its records carry as their base position: whoever reads one knows
+what it has to hold.
+"""
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from ragkv.errors import StoreError
+from ragkv.store.base import Snapshot
+from ragkv.store.codecs import CODECS, Codec
+from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
+from ragkv.store.segment_store import SegmentStore
+
+NUM_LAYERS = 3
+NUM_CHUNKS = 16  # that writers choose from
+_HEADS, _HEAD_SIZE = 2, 32
+_CODECS = tuple(CODECS.values())
+_WORK_S = 60  # an end also for those that nobody kills
+_DELETED = NUM_CHUNKS  # in a store to be damaged
+_NEW = NUM_CHUNKS + 1  # put after the damage
+
+Say = Callable[[str], None]
+State = dict[int, int]  # chunk to version
+
+
+def key(chunk: int) -> ChunkKey:
+    return ChunkKey(f"{chunk:032x}", f"{1:032x}", f"{2:032x}", (0, _HEADS))
+
+
+def codec_of(version: int) -> Codec:
+    return _CODECS[version % len(_CODECS)]
+
+
+def layers(chunk: int, version: int) -> list[LayerKV]:
+    """What is put. Every other chunk is an average, with a spread."""
+    generator = torch.Generator().manual_seed(version * 1000 + chunk)
+    num_tokens = 1 + version * 37 % 160
+    shape = (_HEADS, num_tokens, _HEAD_SIZE)  # [Hkv, T, D]
+    return [
+        LayerKV(
+            torch.randn(shape, generator=generator),
+            torch.randn(shape, generator=generator),
+            version,
+            torch.rand(num_tokens, generator=generator) if chunk % 2 else None,
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def stored(chunk: int, version: int) -> list[LayerKV]:
+    """What must be read back: what is put, as its codec rounds it."""
+    codec, found = codec_of(version), []
+    for kv in layers(chunk, version):
+        payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
+        k, v = codec.decode(payload, (heads, tokens, size), kv.k.dtype)
+        found.append(LayerKV(k, v, kv.base_position, kv.spread))
+    return found
+
+
+def equal(found: LayerKV, expected: LayerKV) -> bool:
+    if (found.spread is None) != (expected.spread is None):
+        return False
+    spreads = () if found.spread is None or expected.spread is None else ((found.spread, expected.spread),)
+    pairs = ((found.k, expected.k), (found.v, expected.v), *spreads)
+    return found.base_position == expected.base_position and all(torch.equal(a, b) for a, b in pairs)
+
+
+def put(store: SegmentStore, chunks: Iterable[tuple[int, int]]) -> None:
+    store.put([(key(chunk), layers(chunk, version)) for chunk, version in chunks])
+
+
+def write(say: Say, folder: Path, seed: int, deletes: float) -> None:
+    """Put chunks, one to three at once, replace and delete some. deletes: the share of steps that do.
+
+    Says what each step is to change, `{chunk: version or null}`, before it begins, and `done` once it returned.
+    """
+    rng, end = random.Random(seed), time.monotonic() + _WORK_S
+    code = rng.randrange(len(_CODECS))
+    with closing(SegmentStore(folder, _CODECS[code].name)) as store:
+        while time.monotonic() < end:
+            chunks = rng.sample(range(NUM_CHUNKS), rng.randint(1, 3))
+            if rng.random() < deletes:
+                say(json.dumps(dict.fromkeys(chunks)))
+                store.delete(key(chunk).chunk_hash for chunk in chunks)
+            else:
+                versions = {chunk: rng.randrange(10_000) * len(_CODECS) + code for chunk in chunks}
+                say(json.dumps(versions))
+                put(store, versions.items())
+            say("done")
+
+
+def read(say: Say, folder: Path, seed: int) -> None:
+    """Read chunks while others write. Says `done` after each round, and raises ValueError for a wrong value."""
+    rng, end = random.Random(seed), time.monotonic() + _WORK_S
+    with closing(SegmentStore(folder)) as store:
+        while time.monotonic() < end:
+            with store.snapshot() as snapshot:
+                for chunk in rng.sample(range(NUM_CHUNKS), NUM_CHUNKS):
+                    _read_beside_writers(snapshot, chunk)
+            say("done")
+
+
+def _read_beside_writers(snapshot: Snapshot, chunk: int) -> None:
+    versions = set()
+    for layer in range(NUM_LAYERS):
+        found = snapshot.get(key(chunk), layer)
+        if found is None:
+            continue
+        version = found.base_position
+        versions.add(version)
+        # A raw record's memory is emptied with its extent: what is wrong must still be so if it is still there.
+        if not equal(found, stored(chunk, version)[layer]) and snapshot.get(key(chunk), layer) is not None:
+            raise ValueError(f"chunk {chunk}, layer {layer} is not what version {version} was")
+    if len(versions) > 1:
+        raise ValueError(f"chunk {chunk} has layers of the versions {sorted(versions)} in one snapshot")
+
+
+def inspect(say: Say, folder: Path) -> None:
+    """Says what the store holds, `{chunk: version}`. Raises ValueError if it doesn't verify or a value is wrong."""
+    with closing(SegmentStore(folder)) as store:
+        if problems := store.verify().problems:
+            raise ValueError(f"verify: {problems[0]}")
+        state: State = {}
+        with store.snapshot() as snapshot:
+            for chunk in range(NUM_CHUNKS):
+                first = snapshot.get(key(chunk), 0)
+                if first is not None:
+                    state[chunk] = first.base_position
+                    _expect(snapshot, chunk, first.base_position, missing=False)
+        if [key(chunk).chunk_hash for chunk in state] != list(store.chunk_hashes()):
+            raise ValueError("the index names other chunks than can be read")
+        say(json.dumps(state))
+
+
+def _expect(snapshot: Snapshot, chunk: int, version: int | None, *, missing: bool) -> bool:
+    """Whether all layers are there. Raises ValueError for one that isn't what it was, or without leave to be missing.
+
+    version: None of a chunk that was deleted.
+    """
+    expected = [None] * NUM_LAYERS if version is None else stored(chunk, version)
+    whole = True
+    for layer, kv in enumerate(expected):
+        try:
+            found = snapshot.get(key(chunk), layer)
+        except CorruptRecordError:
+            if not missing:
+                raise
+            found = None
+        if found is not None and (kv is None or not equal(found, kv)):
+            raise ValueError(f"wrong value: chunk {chunk}, layer {layer}")
+        if found is None and kv is not None:
+            whole = False
+            if not missing:
+                raise ValueError(f"chunk {chunk}, layer {layer} is missing")
+    return whole
+
+
+def make(folder: Path, left_open: Path) -> None:
+    """A store to be damaged: chunks of all codecs, one replaced, one deleted. left_open: the same with its index's log,
+    as a process that was killed leaves it."""
+    for code in range(len(_CODECS)):
+        with closing(SegmentStore(folder, _CODECS[code].name)) as store:
+            put(store, [(chunk, chunk) for chunk in range(NUM_CHUNKS) if chunk % len(_CODECS) == code])
+    with closing(SegmentStore(folder)) as store:
+        put(store, [(0, 30), (_DELETED, 30)])
+        put(store, [(0, 0)])
+        store.delete([key(_DELETED).chunk_hash])
+        shutil.copytree(folder, left_open)
+
+
+def survive(say: Say, folder: Path, seed: int, while_open: bool) -> None:
+    """Damage a store and use it. Says what is damaged, then one word for what came of it. Raises ValueError for a wrong
+    value, and lets every error through that users of a store aren't told of."""
+    rng = random.Random(seed)
+    gone, refused = {_DELETED}, False
+    if while_open:
+        with closing(SegmentStore(folder)) as store:
+            _look(store)
+            _read_all(store, gone, missing=False)
+            damage(say, folder, rng)
+            _read_all(store, gone, missing=True)
+            for use in (_look, lambda store: _change(store, gone, deleted=1, missing=True)):
+                try:
+                    use(store)
+                except StoreError:
+                    refused = True
+            _read_all(store, gone, missing=True)
+    else:
+        damage(say, folder, rng)
+    with closing(SegmentStore(folder)) as store:
+        _look(store)
+        whole = _read_all(store, gone, missing=True)
+        _change(store, gone, deleted=2, missing=False)
+        _read_all(store, gone, missing=True)
+    say("refused" if refused else "unharmed" if whole else "missed")
+
+
+def _look(store: SegmentStore) -> None:
+    store.stats()
+    store.verify()
+    list(store.chunk_hashes())
+
+
+def _read_all(store: SegmentStore, gone: set[int], *, missing: bool) -> bool:
+    """Whether all chunks are there but those that are `gone`."""
+    with store.snapshot() as snapshot:
+        chunks = [*range(NUM_CHUNKS), _DELETED]
+        return sum(_expect(snapshot, c, None if c in gone else c, missing=missing) for c in chunks) == len(chunks)
+
+
+def _change(store: SegmentStore, gone: set[int], deleted: int, *, missing: bool) -> None:
+    put(store, [(_NEW, 0)])
+    with store.snapshot() as snapshot:
+        _expect(snapshot, _NEW, 0, missing=missing)
+    store.delete([key(deleted).chunk_hash])
+    gone.add(deleted)
+    with store.snapshot() as snapshot:
+        _expect(snapshot, deleted, None, missing=True)
+
+
+def damage(say: Say, folder: Path, rng: random.Random) -> None:
+    """Flip a bit of a file, or cut it off; each file is as likely as the others. Not the index's shared memory and not
+    the lock, which hold nothing that outlives a process."""
+    names = ("index.db", "index.db-wal", "segments/*.seg")
+    files = [file for name in names for file in sorted(folder.glob(name)) if file.stat().st_size]
+    file = rng.choice(files)
+    offset = rng.randrange(file.stat().st_size)
+    if rng.random() < 0.2:
+        say(f"{file.name} cut off at {offset}")
+        os.truncate(file, offset)
+        return
+    bit = rng.randrange(8)
+    say(f"{file.name}, bit {bit} of byte {offset}")
+    if (pid := os.fork()) == 0:  # closing the index's file here would take away the locks that SQLite has on it
+        with file.open("r+b", buffering=0) as opened:
+            (byte,) = os.pread(opened.fileno(), 1, offset)
+            os.pwrite(opened.fileno(), bytes([byte ^ 1 << bit]), offset)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def fill(say: Say, folder: Path) -> None:
+    """Put chunks until the disk is full, delete half, put again. Raises ValueError for what should be otherwise."""
+    with closing(SegmentStore(folder)) as store:
+        num_chunks = 0
+        try:
+            while True:
+                put(store, [(num_chunks, 3 * 30)])
+                num_chunks += 1
+        except StoreError as error:
+            if "Free some space" not in str(error):
+                raise
+        for chunk in range(0, num_chunks, 2):
+            with store.snapshot() as snapshot:
+                _expect(snapshot, chunk, 90, missing=False)
+            store.delete([key(chunk).chunk_hash])
+        put(store, [(num_chunks, 90)])
+        with store.snapshot() as snapshot:
+            for chunk in (*range(1, num_chunks, 2), num_chunks):
+                _expect(snapshot, chunk, 90, missing=False)
+        if problems := store.verify().problems:
+            raise ValueError(f"verify: {problems[0]}")
+    say("held")

@@ -1,0 +1,44 @@
+import json
+import subprocess
+import sys
+
+CAMPAIGN = (
+    "import json, sys; from ragkv.evals import faults\n"
+    "kills, flips, seed = map(int, sys.argv[1:])\n"
+    "for row in faults.run(kills, flips, seed, lambda *_: None): print(json.dumps(row))"
+)
+WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
+LOSES_PUTS_AND_DIES = (
+    "import os; from ragkv.store.index import Changes; from ragkv.store.segment_store import SegmentStore\n"
+    "Changes.put = lambda *_: None; SegmentStore.stats = lambda _: os.abort()"
+)
+
+
+def play(kills, flips, seed=0, sabotage=""):
+    """In a process of its own: it forks, and must have no threads."""
+    command = [sys.executable, "-c", f"{sabotage}\n{CAMPAIGN}", *map(str, (kills, flips, seed))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {row["part"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+def test_the_store_survives_and_the_command_says_so():
+    command = [sys.executable, "-m", "ragkv", "eval", "faults", "--kills", "3", "--flips", "30", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills, damage, disk = map(json.loads, done.stdout.splitlines())
+    assert kills["outcomes"] == {"compactor": 1, "indexer": 1, "reader": 1}
+    assert damage["outcomes"]["unharmed"] and damage["outcomes"]["missed"]
+    assert disk["outcomes"] == {"held": 1} or "can't mount" in disk["skipped"]
+
+
+def test_wrong_values_are_found():
+    failures = play(0, 10, sabotage=WITHOUT_CHECKSUMS)["damage"]["failures"]
+    assert any("wrong value" in failure["problem"] for failure in failures)
+    assert all(failure["seed"] in range(10) for failure in failures)
+
+
+def test_lost_chunks_and_processes_that_die_are_found():
+    rows = play(1, 1, sabotage=LOSES_PUTS_AND_DIES)
+    (lost,), (dead,) = rows["kills"]["failures"], rows["damage"]["failures"]
+    assert "acknowledged was" in lost["problem"]
+    assert "died by signal 6" in dead["problem"] and dead["seed"] == 0
