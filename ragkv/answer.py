@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ragkv.controller import Plan
 from ragkv.policies import Policy
 
 
@@ -59,7 +60,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. `policy` is what was really used; `fallback` says what kept KV from being reused, if any."""
+    """A finished answer. `policy` is what was really used; `fallback` says what kept KV from being reused, if any.
+
+    plan: what the controller expected, None if it wasn't asked.
+    """
 
     text: str
     sources: list[Source]
@@ -68,6 +72,7 @@ class Answer:
     timings: Timings
     finish_reason: str
     fallback: str | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)

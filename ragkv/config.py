@@ -94,6 +94,7 @@ class AnswerConfig(Section):
     )
     budget: float = Field(0.05, ge=0, le=1, description="Share of the cached tokens to recompute")
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
+    controller: bool = Field(True, description="Leave to vLLM what it prefills faster than it could be fused")
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
 
 

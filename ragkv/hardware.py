@@ -1,10 +1,12 @@
 """What this machine computes fast in. Imports neither torch nor vLLM."""
 
+import os
 import re
 from importlib import metadata
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86, x86, Arm
 
 
@@ -15,6 +17,17 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
     except OSError:
         return set()
     return set(found[2].split()) if found else set()
+
+
+def machine(cpuinfo: Path = CPUINFO) -> str:
+    """The processor with the cores that this process may use, and the GPUs that the driver knows."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    gpus = [re.findall(r"Model:\s*(.*)", file.read_text()) for file in sorted(_NVIDIA.glob("*/information"))]
+    cpu = f"{len(os.sched_getaffinity(0))} cores of {found[1] if found else 'an unknown processor'}"
+    return ", ".join([cpu, *(name for names in gpus for name in names)])
 
 
 def native_dtype(cpuinfo: Path = CPUINFO) -> str:

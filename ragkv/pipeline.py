@@ -16,14 +16,18 @@ import xxhash
 
 from ragkv import models
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.bench import Bench
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
+from ragkv.controller import Plan, Profile
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.job import ROOT_HASH, Span
+from ragkv.engine.job import ROOT_HASH, FuseTask, Span
 from ragkv.errors import ContextTooLongError, DocumentError
 from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home, Owner
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
+from ragkv.planning import planned
 from ragkv.policies import Policy
+from ragkv.profiling import ProfileFile, measure
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.recapture import Recapture
 from ragkv.retriever.catalog import Catalog
@@ -56,6 +60,9 @@ class Pipeline:
         self._store: SegmentStore = home.open_store()
         self._starting = asyncio.Lock()
         self._recapture = Recapture(self._capture_again)
+        policy = Policy.of(config.answer.policy, config.answer.budget)
+        self._profiles = ProfileFile(home.path / "profile.json", owner.fingerprint, config.store.codec, policy)
+        self._profile = self._profiles.load()
 
     @classmethod
     async def open(
@@ -293,6 +300,27 @@ class Pipeline:
 
     # Question time
 
+    async def profile(self, report: Callable[[str], None] = lambda line: None, *, anew: bool = False) -> Profile | None:
+        """What requests take on this machine: as measured before, or measured now (half a minute).
+
+        None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse.
+        """
+        policy = Policy.of(self.config.answer.policy, self.config.answer.budget)
+        if self._profile is not None and not anew:
+            return self._profile
+        engine = await self.start(report)
+        if not self._fuses or policy.name == "full":
+            return None
+        report("measuring this machine, once")
+        kv = ChunkKV(self._layout.anchor, self._owner.fingerprint, engine.kv_heads, captures=1)
+        bench = Bench(engine, self._layout, self._folder, kv, self._store, self.config.index.chunk_tokens)
+        try:
+            self._profile = await measure(bench, kv, policy, self._store, engine.max_model_len)
+        finally:
+            self._forget(bench.captured)
+        self._profiles.save(self._profile)
+        return self._profile
+
     async def _capture_again(self, digest: str) -> None:
         """Make what KV is lost of one chunk, or of the anchor. Raises StoreError if there is no space."""
         if digest == self._anchor_hash:
@@ -328,11 +356,16 @@ class Pipeline:
         digests = [hit.chunk.chunk_hash for hit in hits]
         kv = self._chunk_kv(engine)
         task = kv.task(prompt, digests, options.policy, self._store)
-        salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, options.policy)
+        plan: Plan | None = None
+        request: FuseTask | None = task
+        if self._profile is not None and self.config.answer.controller and task.policy.title == self._profile.policy:
+            plan, request = planned(self._profile, len(prompt.token_ids), task, kv, self._store)
+        policy = options.policy if request is not None else Policy("full")
+        salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
         output = EngineOutput("", [])
-        outputs = engine.generate(prompt.token_ids, task, max_tokens=options.max_tokens, salt=salt)
+        outputs = engine.generate(prompt.token_ids, request, max_tokens=options.max_tokens, salt=salt)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.token_ids and not num_tokens:
@@ -349,11 +382,12 @@ class Pipeline:
             Answer(
                 "".join(texts),
                 sources,
-                options.policy.label,
+                policy.label,
                 _usage(prompt, output, num_tokens),
                 timings,
                 output.finish_reason or "abort",
                 self.fallback,
+                plan,
             ),
             output,
         )

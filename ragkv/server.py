@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from ragkv import __version__
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
 from ragkv.config import AnswerConfig, Config, ServerConfig
+from ragkv.controller import Plan
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
 from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
 
@@ -104,6 +105,7 @@ class AnswerResponse(BaseModel):
     fallback: str | None = Field(description="What kept KV from being reused, if anything")
     usage: Usage
     timings: Timings
+    plan: Plan | None = Field(description="The way the controller chose, and what it expected; null if it wasn't asked")
     finish_reason: str
 
     @classmethod
@@ -115,6 +117,7 @@ class AnswerResponse(BaseModel):
             fallback=answer.fallback,
             usage=answer.usage,
             timings=answer.timings,
+            plan=answer.plan,
             finish_reason=answer.finish_reason,
         )
 

@@ -53,18 +53,25 @@ class SegmentStore:
     """Chunk KV in the folder `path`. codec: how records are written; those that are there may have others.
 
     disk_bytes: what the records may take; for a chunk that needs room those go that `eviction` values least. None: no
-    limit.
+    limit. read_mib_s: reads are slowed down to this, for evaluations.
 
     Any number of processes may have the folder open, and write in turn; threads may share a store. Raises StoreError if
     the folder holds something else, was made by another version, or can't be written.
     """
 
     def __init__(
-        self, path: Path, codec: str = "raw", *, disk_bytes: int | None = None, eviction: str = "gdsf"
+        self,
+        path: Path,
+        codec: str = "raw",
+        *,
+        disk_bytes: int | None = None,
+        eviction: str = "gdsf",
+        read_mib_s: float | None = None,
     ) -> None:
         self.path, self._codec, self._disk_bytes, self._usage = path, CODECS[codec], disk_bytes, Usage(eviction)
         self._uses: Counter[bytes] = Counter()  # not yet in the index
         self._uses_written_at = time.monotonic()
+        self._read_mib_s = read_mib_s
         self._write_lock = threading.Lock()
         self.num_evicted = 0
         self._free: FreeSpace | None = None  # as of `_version` of the index
@@ -225,7 +232,7 @@ class SegmentStore:
 
     @contextmanager
     def snapshot(self) -> Iterator["_SegmentSnapshot"]:
-        yield _SegmentSnapshot(self._files, self._index)
+        yield _SegmentSnapshot(self._files, self._index, self._read_mib_s)
 
     def records(self, key: ChunkKey) -> list[bytes] | None:
         """Copies of a chunk's records as they lie in the segment, checked. None where there are none.
@@ -269,6 +276,16 @@ class SegmentStore:
             with self._writing() as (changes, _):
                 changes.delete(key.prefix())
             self._sweep()
+
+    def is_near(self, key: ChunkKey) -> bool:
+        """Whether the chunk can be read without waiting for a disk."""
+        place = self._index.place(key.prefix())
+        return place is None or self._files.is_cached(place.extent)
+
+    def drop_cached(self, keys: Iterable[ChunkKey]) -> None:
+        """Have the system forget its copies in memory: for measuring."""
+        for place in filter(None, (self._index.place(key.prefix()) for key in keys)):
+            self._files.drop_cached(place.extent)
 
     def locate(self, key: ChunkKey, layer: int) -> tuple[Path, int, int]:
         """The file, offset and length of a record. Raises KeyError where there is none."""
@@ -406,8 +423,8 @@ def _outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent
 
 
 class _SegmentSnapshot:
-    def __init__(self, files: SegmentFiles, index: Index) -> None:
-        self._files, self._index = files, index
+    def __init__(self, files: SegmentFiles, index: Index, read_mib_s: float | None) -> None:
+        self._files, self._index, self._read_mib_s = files, index, read_mib_s
         self._found: dict[ChunkKey, Place | None] = {}
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
@@ -418,6 +435,8 @@ class _SegmentSnapshot:
             record = self._files.read(*place.layer(layer))
             if record is None:
                 raise CorruptRecordError("the file ends before the record")
+            if self._read_mib_s is not None:
+                time.sleep(len(record) / (self._read_mib_s * (1 << 20)))
             return decode(key.layer(layer), record)
         except CorruptRecordError:
             if self._index.place(key.prefix()) != place:

@@ -117,6 +117,22 @@ class SegmentFiles:
         with suppress(FileNotFoundError):
             os.posix_fadvise(self._open(segment, create=False), offset, length, os.POSIX_FADV_WILLNEED)
 
+    def drop_cached(self, extent: Extent) -> None:
+        """Have the system forget its copy in memory, so that the next read is from the disk."""
+        os.posix_fadvise(self._open(extent.segment), extent.offset, extent.length, os.POSIX_FADV_DONTNEED)
+
+    def is_cached(self, extent: Extent) -> bool:
+        """Whether the system seems to have these bytes in memory: by a page at the start, the middle and the end."""
+        try:
+            descriptor = self._open(extent.segment, create=False)
+            for offset in {extent.offset, extent.offset + extent.length // 2, extent.end - ALIGNMENT}:
+                os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # gone, or a file system that can't tell
+            return True
+        return True
+
     def free(self, extent: Extent) -> None:
         """Make a hole of it: for good once the call returns."""
         descriptor = self._open(extent.segment)

@@ -18,6 +18,7 @@ from ragkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
+    from ragkv.controller import Profile
     from ragkv.ingestion import IngestReport
     from ragkv.pipeline import Pipeline
 
@@ -58,7 +59,11 @@ def index(
 async def _index(config: Config, paths: list[Path]) -> "IngestReport":
     async with opened(config, for_index_of=paths) as pipeline:
         with output.IngestBars() as bars:
-            return await pipeline.ingest(paths, bars.update)
+            report = await pipeline.ingest(paths, bars.update)
+        if pipeline.is_ready and config.answer.controller:
+            with err.status("measuring this machine, once"):
+                await pipeline.profile()
+        return report
 
 
 def ask(
@@ -152,6 +157,34 @@ def _as_json(answer: "Answer") -> dict[str, Any]:
     return AnswerResponse.of(answer).model_dump()
 
 
+def profile(
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    embedder: Embedder = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Time requests on this machine, for the controller. `ragkv index` and `serve` do it where it hasn't been done."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
+    prepare(log_file(config), verbose)
+    measured = asyncio.run(_profile(config))
+    if as_json:
+        typer.echo(json.dumps(measured.as_dict()))
+    else:
+        output.print_profile(measured)
+
+
+async def _profile(config: Config) -> "Profile":
+    async with opened(config) as pipeline:
+        with err.status("measuring"):
+            measured = await pipeline.profile(anew=True)
+    if measured is None:
+        raise ConfigError(f"nothing to measure: {pipeline.fallback or 'the policy full reuses no KV'}")
+    return measured
+
+
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [RAGKV_SERVER__HOST]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. [RAGKV_SERVER__PORT]")] = None,
@@ -173,4 +206,11 @@ def serve(
     prepare(None, verbose)
     from ragkv import server
 
-    server.serve(config.server, lambda: open_pipeline(config))
+    server.serve(config.server, lambda: _open_to_serve(config))
+
+
+async def _open_to_serve(config: Config) -> "Pipeline":
+    pipeline = await open_pipeline(config)
+    if config.answer.controller:
+        await pipeline.profile(lambda line: err.print(line, style="dim"))
+    return pipeline

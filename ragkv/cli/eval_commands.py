@@ -117,10 +117,7 @@ def cache(
     """Hit rates of eviction policies over a trace, beside Belady's optimum. Needs no model."""
     from ragkv.evals import cache as evaluation
 
-    try:
-        parsed = [float(part) for part in shares.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{shares!r} is not a list of numbers", param_hint="--shares") from None
+    parsed = _parse_numbers(shares, "--shares")
     rows = []
     for row in evaluation.run(Path(trace).stem, evaluation.load(trace), parsed, evaluation.ALL_POLICIES):
         rows.append(row)
@@ -149,6 +146,45 @@ def faults(
         output.print_faults(rows)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
+
+
+def swap(
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "64,128,256,512,1024,2048,4096",
+    shares: Annotated[str, typer.Option(help="Shares of the chunks that are stored.")] = "0,0.5,1",
+    bandwidths: Annotated[str, typer.Option(help="Of the store's reads, in MiB/s; 0 is the disk's own.")] = "0,400,50",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 3,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Recompute or load: full prefill, fusion, and the controller's choice between them."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
+    lengths = _parse_lengths(tokens)
+    stored, speeds = _parse_numbers(shares, "--shares"), _parse_numbers(bandwidths, "--bandwidths")
+    prepare(log_file(config), verbose)
+    from ragkv.evals import swap as evaluation
+
+    rows: list[dict[str, Any]] = []
+
+    def emit(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if as_json:
+            typer.echo(json.dumps(row))
+
+    with err.status("measuring"), log_in_errors(config):
+        asyncio.run(evaluation.run(config, lengths, stored, [speed or None for speed in speeds], repeats, emit))
+    if not as_json:
+        output.print_swap(rows)
+
+
+def _parse_numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from None
 
 
 def _parse_lengths(text: str) -> list[int]:

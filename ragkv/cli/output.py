@@ -21,6 +21,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer
+    from ragkv.controller import Profile
     from ragkv.doctor import Check
     from ragkv.ingestion import IngestProgress, IngestReport
     from ragkv.store.base import StoreStats, Verification
@@ -32,6 +33,7 @@ err = Console(stderr=True, highlight=False)
 
 STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Capturing KV"}
 MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
+PROFILE_BUDGET = 0.05
 MIB = 1 << 20
 
 
@@ -135,6 +137,11 @@ def print_timings(answers: Sequence["Answer"]) -> None:
         fused, full = (answer.timings.ttft_ms for answer in answers)
         out.print(f"\nThe first token came {full / fused:.1f} times as fast.", style="bold green")
     for answer in answers:
+        if answer.plan:
+            plan = answer.plan
+            expected = f"expected {plan.predicted_ms:,.0f} ms, and {plan.prefill_ms:,.0f} ms of a full prefill"
+            out.print(f"plan: {plan.way}, {expected}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    for answer in answers:
         if answer.fallback:
             out.print(f"fallback: {answer.fallback}", style="yellow", markup=False, soft_wrap=True)
 
@@ -152,6 +159,22 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
     yield "  recomputed", [usage.recomputed_tokens for usage in usages], "tokens"
     yield "  in vLLM's prefix cache", [usage.prefix_tokens for usage in usages], "tokens"
     yield "answer", [usage.completion_tokens for usage in usages], "tokens"
+
+
+def print_profile(profile: "Profile") -> None:
+    """What requests of the home's policy are expected to take, all chunks loaded from memory, beside full prefill."""
+    from ragkv.controller import Chunk, Load, plan
+
+    table = Table("prompt", box=None, padding=(0, 1))
+    for name in ("full prefill", "fused", "plan"):
+        table.add_column(name, justify="right")
+    for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        loaded = max(0, tokens - 50)
+        fused = profile.fused_ms(Load(tokens, loaded, 0, int(PROFILE_BUDGET * loaded), tokens - loaded))
+        way = plan(profile, tokens, [Chunk(loaded)], PROFILE_BUDGET).way
+        table.add_row(f"{tokens:,} tokens", f"{profile.prefill_ms(tokens):,.0f} ms", f"{fused:,.0f} ms", way)
+    out.print(table)
+    out.print(f"from disk: {profile.cold_ms:,.1f} ms more for a thousand tokens")
 
 
 def print_stats(stats: "StoreStats", codecs: Mapping[str, int]) -> None:
@@ -238,6 +261,19 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
     for share in dict.fromkeys(row["share"] for row in rows):
         cells = (found[share, policy] for policy in policies)
         table.add_row(f"{share:.1%}", *(f"{100 * c['cost_hit_rate']:.1f} ({100 * c['hit_rate']:.1f})" for c in cells))
+    out.print(table)
+
+
+def print_swap(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval swap --json` prints them."""
+    table = Table("MiB/s", box=None, padding=(0, 1))
+    for name in ("stored", "tokens", "prefill", "fuse", "controller", "way", "over prefill", "over best"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        speed = "disk" if row["mib_s"] is None else f"{row['mib_s']:g}"
+        times = [f"{row[f'{name}_ms']:,.0f} ms" for name in ("prefill", "fuse", "controller")]
+        over = [f"{row[f'over_{name}_ms']:+,.0f} ms" for name in ("prefill", "best")]
+        table.add_row(speed, f"{row['share']:.0%}", f"{row['tokens']:,}", *times, row["way"], *over)
     out.print(table)
 
 

@@ -10,9 +10,9 @@ from engine_harness import QUESTIONS, Harness
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from ragkv import models
+from ragkv.bench import text_tokens
 from ragkv.config import EMBEDDED_MODEL
 from ragkv.errors import ModelError
-from ragkv.evals.ttft import _text_tokens
 from ragkv.prompt import PromptLayout
 
 
@@ -41,7 +41,7 @@ def harness(runner, smollm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(smollm):
-    return _text_tokens(smollm, 8192)
+    return text_tokens(smollm, 8192)
 
 
 @pytest.fixture(scope="module")

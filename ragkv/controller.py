@@ -1,0 +1,123 @@
+"""Never slower than full prefill: what a request would take by each way of answering it, and the quickest way.
+
+A profile of the machine and model (`ragkv.profiling`) gives the times. Chunks that are quicker to compute than to load
+are computed, and a prompt that vLLM prefills faster than it can be fused is left to vLLM. CacheBlend's rule, to
+recompute as much as loading hides, is about the budget; here the budget stays what quality asks for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a request is made of, in tokens.
+
+    prompt: all of it. loaded: from the store. cold: of these, from a disk rather than from memory. chosen: loaded ones
+    that are recomputed. uncached: without KV, the question included.
+    """
+
+    prompt: int
+    loaded: int = 0
+    cold: int = 0
+    chosen: int = 0
+    uncached: int = 0
+
+    @property
+    def features(self) -> list[float]:
+        """What the time of a fused request is linear in."""
+        k = 1e-3
+        n = self.prompt * k
+        return [1.0, self.loaded * k, self.chosen * k, self.uncached * k, self.chosen * k * n, self.uncached * k * n]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed request. ttft_ms: a median."""
+
+    load: Load
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Coefficients that give milliseconds. policy: whose requests were timed, without the budget.
+
+    prefill: of 1, n and n², n the prompt in thousands of tokens. fused: of `Load.features`. cold_ms: more for each
+    thousand tokens that come from the disk.
+    """
+
+    policy: str
+    prefill: tuple[float, ...]
+    fused: tuple[float, ...]
+    cold_ms: float
+
+    @classmethod
+    def fit(cls, policy: str, prefill: Sequence[Sample], fused: Sequence[Sample], cold_ms: float) -> "Profile":
+        """By least squares of the relative error; no coefficient is negative."""
+        polynomial = [[1.0, s.load.prompt * 1e-3, (s.load.prompt * 1e-3) ** 2] for s in prefill]
+        return cls(
+            policy,
+            _fit(polynomial, [s.ttft_ms for s in prefill]),
+            _fit([s.load.features for s in fused], [s.ttft_ms for s in fused]),
+            cold_ms,
+        )
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Profile":
+        return cls(fields["policy"], tuple(fields["prefill"]), tuple(fields["fused"]), fields["cold_ms"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def prefill_ms(self, num_tokens: int) -> float:
+        n = num_tokens * 1e-3
+        return float(np.dot(self.prefill, [1.0, n, n * n]))
+
+    def fused_ms(self, load: Load) -> float:
+        return float(np.dot(self.fused, load.features)) + self.cold_ms * load.cold * 1e-3
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A span of the prompt that could be loaded. is_cold: its KV lies on disk and not in memory."""
+
+    num_tokens: int
+    is_cold: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """way: "fuse" all chunks, "fuse warm" ones and compute the cold, or leave all to vLLM's "prefill"; the chunks that
+    are loaded, by index. predicted_ms: of the time to first token; prefill_ms: of vLLM's own."""
+
+    way: Literal["fuse", "fuse warm", "prefill"]
+    chunks: tuple[int, ...]
+    predicted_ms: float
+    prefill_ms: float
+
+
+def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], budget: float) -> Plan:
+    """The quickest way to answer a prompt of `num_tokens` with these chunks in it."""
+    prefill_ms = profile.prefill_ms(num_tokens)
+    ways: list[Plan] = []
+    every, warm = tuple(range(len(chunks))), tuple(i for i, chunk in enumerate(chunks) if not chunk.is_cold)
+    for way, which in (("fuse", every), ("fuse warm", warm)):
+        loaded = sum(chunks[i].num_tokens for i in which)
+        cold = sum(chunks[i].num_tokens for i in which if chunks[i].is_cold)
+        load = Load(num_tokens, loaded, cold, int(budget * loaded), num_tokens - loaded)
+        if loaded:
+            ways.append(Plan(way, which, profile.fused_ms(load), prefill_ms))  # type: ignore[arg-type]
+    ways.append(Plan("prefill", (), prefill_ms, prefill_ms))
+    return min(ways, key=lambda way: way.predicted_ms)
+
+
+def _fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[float, ...]:
+    from scipy.optimize import nnls
+
+    target = np.array(times)
+    coefficients, _ = nnls(np.array(features) / target[:, None], np.ones(len(target)))
+    return tuple(float(c) for c in coefficients)

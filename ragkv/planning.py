@@ -1,0 +1,25 @@
+"""Applies the controller to a request: looks up which of its chunks are there, and where."""
+
+from dataclasses import replace
+
+from ragkv.chunk_kv import ChunkKV
+from ragkv.controller import Chunk, Plan, Profile, plan
+from ragkv.engine.job import FuseTask
+from ragkv.store.segment_store import SegmentStore
+
+
+def planned(
+    profile: Profile, num_tokens: int, task: FuseTask, kv: ChunkKV, store: SegmentStore
+) -> tuple[Plan, FuseTask | None]:
+    """How to answer a prompt of `num_tokens`, and the task for it; None where vLLM is to prefill all of it."""
+    keys = [kv.key(span) for span in task.spans]
+    there = [i for i, key in enumerate(keys) if store.contains(key)]
+    chunks = [Chunk(task.spans[i].end - task.spans[i].start, not store.is_near(keys[i])) for i in there]
+    found = plan(profile, num_tokens, chunks, task.policy.budget)
+    if found.way == "prefill":
+        return found, None
+    left_out = {there[i] for i in range(len(there))} - {there[i] for i in found.chunks}
+    spans = tuple(
+        span for i, span in enumerate(task.spans) if i not in left_out
+    )  # also what is missing: it is reported
+    return found, replace(task, spans=spans)

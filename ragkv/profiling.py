@@ -1,0 +1,109 @@
+"""`ragkv profile`: times requests on this machine once, for the controller, and keeps what it finds in the home."""
+
+import hashlib
+import json
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ragkv.bench import Bench, Timed, without
+from ragkv.chunk_kv import ChunkKV
+from ragkv.controller import Load, Profile, Sample
+from ragkv.engine.job import FuseTask
+from ragkv.hardware import machine
+from ragkv.policies import Policy
+from ragkv.store.record import ChunkKey
+from ragkv.store.segment_store import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (192, 512, 1280, 3072)  # of prompts, in tokens
+_BUDGETS = (0.05, 0.15)
+_REPEATS = 2
+
+
+class ProfileFile:
+    """The profiles of a home: one for each machine, model, policy and way of storing."""
+
+    def __init__(self, file: Path, fingerprint: str, codec: str, policy: Policy) -> None:
+        self._file = file
+        facts = (fingerprint, codec, policy.title, machine(), platform.machine(), version("torch"))
+        self._key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def load(self) -> Profile | None:
+        try:
+            return Profile.from_dict(self._profiles()[self._key])
+        except (KeyError, TypeError):
+            return None
+
+    def save(self, profile: Profile) -> None:
+        self._file.write_text(json.dumps({**self._profiles(), self._key: profile.as_dict()}, indent=1) + "\n")
+
+    def _profiles(self) -> dict[str, Any]:
+        try:
+            profiles = json.loads(self._file.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning("%s can't be read (%s); it is made anew", self._file, error)
+            return {}
+        return profiles if isinstance(profiles, dict) else {}
+
+
+async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile:
+    """Half a minute of requests."""
+    prefill: list[Sample] = []
+    fused: list[Sample] = []
+    keys: list[ChunkKey] = []
+    for length in [n for n in LENGTHS if bench.shortest < n < max_model_len]:
+        prompt, digests = await bench.prepare(length)
+        keys = [kv.key(kv.span(digest, 0)) for digest in digests]
+        tasks: list[FuseTask | None] = [None]
+        for budget in _BUDGETS if policy.chooses_by_budget else _BUDGETS[:1]:
+            whole = kv.task(prompt, digests, replace(policy, budget=budget), store)
+            tasks.append(whole)
+            if budget == _BUDGETS[0]:
+                tasks.append(without(whole, range(1, 1 + len(digests) // 2)))
+        runs: list[list[Timed]] = [[] for _ in tasks]
+        for _ in range(1 + _REPEATS):
+            for task, collected in zip(tasks, runs, strict=True):
+                collected.append(await bench.ask(prompt, task))
+        for task, collected in zip(tasks, runs, strict=True):
+            ttft_ms = median(timed.ttft_ms for timed in collected[1:])  # the first one warms up
+            num_tokens = len(prompt.token_ids)
+            if task is None:
+                prefill.append(Sample(Load(num_tokens), ttft_ms))
+            elif collected[-1].report.policy == task.policy.label:
+                fused.append(Sample(load_of(num_tokens, task), ttft_ms))
+    return Profile.fit(policy.title, prefill, fused, _cold_ms(store, keys))
+
+
+def load_of(num_tokens: int, task: FuseTask) -> Load:
+    loaded = sum(span.end - span.start for span in task.spans)
+    chosen = int(task.policy.budget * loaded) if task.policy.chooses_by_budget else 0
+    return Load(num_tokens, loaded, 0, chosen, num_tokens - loaded)
+
+
+def _cold_ms(store: SegmentStore, keys: Sequence[ChunkKey]) -> float:
+    """How many milliseconds more a thousand tokens take to read when the system hasn't got them in memory."""
+    tokens, times = 0, []
+    for is_cold in (True, False):
+        if is_cold:
+            store.drop_cached(keys)
+        begin, layer, tokens = time.perf_counter(), 0, 0
+        with store.snapshot() as snapshot:
+            while True:  # as a request reads: layer by layer, the next one announced
+                for key in keys:
+                    snapshot.prefetch(key, layer + 1)
+                found = [kv for kv in (snapshot.get(key, layer) for key in keys) if kv is not None]
+                if not found:
+                    break
+                tokens, layer = sum(kv.v.shape[1] for kv in found), layer + 1
+        times.append(1e3 * (time.perf_counter() - begin))
+    return max(0.0, times[0] - times[1]) / max(tokens, 1) * 1e3
