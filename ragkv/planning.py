@@ -18,8 +18,6 @@ def planned(
     found = plan(profile, num_tokens, chunks, task.policy.budget)
     if found.way == "prefill":
         return found, None
-    left_out = {there[i] for i in range(len(there))} - {there[i] for i in found.chunks}
-    spans = tuple(
-        span for i, span in enumerate(task.spans) if i not in left_out
-    )  # also what is missing: it is reported
+    computed = set(there) - {there[i] for i in found.chunks}  # what is missing stays: so that it is reported
+    spans = tuple(span for i, span in enumerate(task.spans) if i not in computed)
     return found, replace(task, spans=spans)
