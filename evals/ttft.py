@@ -28,12 +28,15 @@ async def run(
     policies: Sequence[Policy],
     repeats: int,
     emit: Callable[[dict[str, Any]], None],
+    *,
+    cold: bool = False,
 ) -> None:
     """Measure, and `emit` one row for each prompt length and policy as soon as it is known.
 
     tokens: prompt lengths, cut from English text (the Python manual) in chunks of `index.chunk_tokens`, captured as an
-    index is: `index.captures` times, behind the text's other chunks. KV is stored in a temporary folder. Raises
-    ConfigError for a length that the model's context can't hold.
+    index is: `index.captures` times, behind the text's other chunks. KV is stored in a temporary folder. cold: time
+    each policy also with KV that the system hasn't got in memory. Raises ConfigError for a length that the model's
+    context can't hold.
     """
     folder = models.resolve(config.model.name, config.home)
     layout = PromptLayout(folder)
@@ -45,25 +48,40 @@ async def run(
             opened = SegmentStore(Path(store))
             kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, config.index.captures)
             bench = Bench(engine, layout, folder, kv, opened, config.index.chunk_tokens)
+
+            def drop(task: FuseTask) -> None:
+                opened.drop_cached(map(kv.key, task.spans))
+
             for num_tokens in tokens:
                 prompt, digests = await bench.prepare(num_tokens)
                 tasks = [kv.task(prompt, digests, policy, opened) for policy in policies]
-                for row in await _measure(bench, prompt, tasks, repeats):
+                for row in await _measure(bench, prompt, tasks, repeats, drop if cold else None):
                     emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
         finally:
             await engine.close()
 
 
-async def _measure(bench: Bench, prompt: Prompt, tasks: Sequence[FuseTask], repeats: int) -> list[dict[str, Any]]:
-    """Rows of one prompt length. The first round warms up and isn't counted."""
-    samples: list[list[Timed]] = [[] for _ in tasks]
+async def _measure(
+    bench: Bench, prompt: Prompt, tasks: Sequence[FuseTask], repeats: int, drop: Callable[[FuseTask], None] | None
+) -> list[dict[str, Any]]:
+    """Rows of one prompt length. The first round warms up and isn't counted.
+
+    drop: has the system forget a task's KV; then each policy is also timed with KV from the disk.
+    """
+    arms = [(task, False) for task in tasks] + [(task, True) for task in tasks if drop]
+    samples: list[list[Timed]] = [[] for _ in arms]
     baseline: list[Timed] = []
     for _ in range(1 + repeats):
         baseline.append(await bench.ask(prompt, None))
-        for task, collected in zip(tasks, samples, strict=True):
+        for (task, is_cold), collected in zip(arms, samples, strict=True):
+            if is_cold and drop:
+                drop(task)
             collected.append(await bench.ask(prompt, task))
     baseline_ms = median(sample.ttft_ms for sample in baseline[1:])
-    return [_row(prompt, task.policy, timed[1:], baseline_ms) for task, timed in zip(tasks, samples, strict=True)]
+    return [
+        {**_row(prompt, task.policy, timed[1:], baseline_ms), "cold": is_cold}
+        for (task, is_cold), timed in zip(arms, samples, strict=True)
+    ]
 
 
 def _row(prompt: Prompt, policy: Policy, samples: Sequence[Timed], baseline_ms: float) -> dict[str, Any]:

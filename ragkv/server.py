@@ -25,7 +25,6 @@ from starlette.exceptions import HTTPException
 from ragkv import __version__
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
 from ragkv.config import AnswerConfig, Config, ServerConfig
-from ragkv.controller import Plan
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
 from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
 
@@ -98,6 +97,12 @@ class SourceResponse(BaseModel):
         return cls(document=fields.pop("document_id"), chunk=fields.pop("chunk_id"), **fields)
 
 
+class PlanResponse(BaseModel):
+    way: str = Field(description="`fuse`, `fuse warm` (chunks on disk are computed) or `prefill` (by vLLM alone)")
+    predicted_ms: float = Field(description="The time to first token that was expected of it")
+    prefill_ms: float = Field(description="The same of a full prefill")
+
+
 class AnswerResponse(BaseModel):
     answer: str
     sources: list[SourceResponse] = Field(description="In the order of the prompt")
@@ -105,7 +110,7 @@ class AnswerResponse(BaseModel):
     fallback: str | None = Field(description="What kept KV from being reused, if anything")
     usage: Usage
     timings: Timings
-    plan: Plan | None = Field(description="The way the controller chose, and what it expected; null if it wasn't asked")
+    plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
     finish_reason: str
 
     @classmethod
@@ -117,7 +122,7 @@ class AnswerResponse(BaseModel):
             fallback=answer.fallback,
             usage=answer.usage,
             timings=answer.timings,
-            plan=answer.plan,
+            plan=PlanResponse.model_validate(answer.plan, from_attributes=True) if answer.plan else None,
             finish_reason=answer.finish_reason,
         )
 

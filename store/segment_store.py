@@ -232,7 +232,10 @@ class SegmentStore:
 
     @contextmanager
     def snapshot(self) -> Iterator["_SegmentSnapshot"]:
-        yield _SegmentSnapshot(self._files, self._index, self._read_mib_s)
+        try:
+            yield _SegmentSnapshot(self._files, self._index, self._read_mib_s)
+        finally:
+            self._files.release()
 
     def records(self, key: ChunkKey) -> list[bytes] | None:
         """Copies of a chunk's records as they lie in the segment, checked. None where there are none.

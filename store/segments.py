@@ -81,6 +81,7 @@ class SegmentFiles:
         self.folder = folder
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
+        self._touched: set[int] = set()  # segments read since the last `release`
 
     def write(self, extent: Extent, buffers: Sequence[bytes | memoryview]) -> None:
         """Write buffers one after the other, each at a multiple of ALIGNMENT. Not durable before `sync`."""
@@ -110,7 +111,13 @@ class SegmentFiles:
         mapped = self._maps.get(segment)
         if mapped is None or offset + length > len(mapped):
             mapped = self._maps[segment] = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        self._touched.add(segment)
         return memoryview(mapped)[offset : offset + length]
+
+    def release(self) -> None:
+        """Give back the memory through which was read. What lies there stays valid, the system may keep or drop it."""
+        while self._touched:
+            self._maps[self._touched.pop()].madvise(mmap.MADV_DONTNEED)
 
     def prefetch(self, segment: int, offset: int, length: int) -> None:
         """Have the system read these bytes in the meantime."""

@@ -404,6 +404,7 @@ def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
         "ttft_ms": 1234.5,
         "baseline_ttft_ms": 12345.6,
         "speedup": 10.0,
+        "cold": False,
         "reused_tokens": 6900,
         "recomputed_tokens": 268,
         "load_ms": 100.2,

@@ -22,6 +22,7 @@ import uvicorn
 from ragkv import server
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
 from ragkv.config import Config, ServerConfig
+from ragkv.controller import Plan
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError, StoreError
 from ragkv.policies import DESCRIPTIONS, Policy
 
@@ -32,6 +33,7 @@ ANSWER = Answer(
     policy="full",
     usage=Usage(prompt_tokens=30, prefix_tokens=5, reused_tokens=20, recomputed_tokens=5, completion_tokens=3),
     timings=Timings(retrieve_ms=1.5, ttft_ms=20.0),
+    plan=Plan("fuse", (0, 1), predicted_ms=21.0, prefill_ms=90.0),
     finish_reason="stop",
     fallback="the model's layers all slide",
 )
@@ -125,6 +127,7 @@ EXPECTED_SOURCE = {
 EXPECTED_END = {
     "policy": "full",
     "fallback": "the model's layers all slide",
+    "plan": {"way": "fuse", "predicted_ms": 21.0, "prefill_ms": 90.0},
     "usage": {
         "prompt_tokens": 30,
         "prefix_tokens": 5,

@@ -18,6 +18,7 @@ def ttft(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "1024,2048,4096,7168",
     policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
+    cold: Annotated[bool, typer.Option("--cold", help="Also with KV from the disk instead of memory.")] = False,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -47,7 +48,7 @@ def ttft(
             )
 
     with err.status("measuring"), log_in_errors(config):
-        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit))
+        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit, cold=cold))
     if not as_json:
         output.print_ttft(rows)
 

@@ -237,9 +237,10 @@ def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in rows:
         stages = (f"{row[stage]:,.0f}" for stage in ("load_ms", "probe_ms", "recompute_ms"))
+        policy = row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}"
         table.add_row(
             f"{row['tokens']:,}",
-            row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}",
+            f"{policy}, from disk" if row["cold"] else policy,
             f"{row['baseline_ttft_ms']:,.0f}",
             f"{row['ttft_ms']:,.0f}",
             f"{row['speedup']:.1f}×",
