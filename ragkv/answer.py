@@ -4,19 +4,22 @@ from dataclasses import dataclass, field
 
 from ragkv.controller import Plan
 from ragkv.policies import Policy
+from ragkv.store.eviction import Hint
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
     """What a caller may choose for one question.
 
-    `fresh` keeps vLLM's prefix cache out of it, so that a time measured is the time of a first request.
+    `fresh` keeps vLLM's prefix cache out of it, so that a time measured is the time of a first request. `hint`: how the
+    KV of the chunks that it finds is to be treated from now on when room is needed; None leaves it as it was.
     """
 
     policy: Policy
     top_k: int
     max_tokens: int
     fresh: bool = False
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True)

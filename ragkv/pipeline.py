@@ -38,6 +38,7 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.neighbours import nearest
 from ragkv.retriever.retriever import Hit, Retriever
+from ragkv.store.eviction import Hint
 from ragkv.store.segment_store import SegmentStore
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
@@ -125,13 +126,17 @@ class Pipeline:
     # Index time
 
     async def ingest(
-        self, paths: Sequence[Path], progress: Callable[[IngestProgress], None] = lambda step: None
+        self,
+        paths: Sequence[Path],
+        progress: Callable[[IngestProgress], None] = lambda step: None,
+        hint: Hint | None = None,
     ) -> IngestReport:
         """Bring the index up to date with these files and folders; documents that are gone from them are removed.
 
         Unchanged documents cost no work. Interrupted at any moment, it goes on where it stopped when run again: a
-        document is in the catalogue only once the KV of all its chunks is in the store. Raises StoreError if there is
-        no space or another ingest is at work; a bad document is reported and the others are indexed.
+        document is in the catalogue only once the KV of all its chunks is in the store. hint: how the KV of all
+        documents in `paths` is to be treated when room is needed; None leaves it as it was. Raises StoreError if there
+        is no space or another ingest is at work; a bad document is reported and the others are indexed.
         """
         with self._home.indexing():
             self._home.check_owner(self._catalog, self._owner)
@@ -150,6 +155,8 @@ class Pipeline:
                 done += captures * sum(len(item.chunks) for item in batch)
             self._remove_missing(paths, found, report)
             report.chunks_deleted += self._collect_garbage()
+            if hint is not None:
+                self._store.hint(self._hashes_of(found.documents), hint)
             self._index.sync(self._catalog)
             self._index.save()
             return report
@@ -284,6 +291,9 @@ class Pipeline:
                 report.chunks_deleted += self._forget(hashes)
                 report.documents_removed += 1
 
+    def _hashes_of(self, document_ids: Iterable[str]) -> set[str]:
+        return {chunk.chunk_hash for id in document_ids for chunk in self._catalog.document_chunks(id)}
+
     def _forget(self, hashes: Iterable[str]) -> int:
         """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
         gone = self._catalog.unreferenced(hashes)
@@ -374,6 +384,8 @@ class Pipeline:
                 texts.append(output.text)
                 if output.text:
                     yield Delta(output.text)
+        if options.hint is not None:
+            await asyncio.to_thread(self._store.hint, digests, options.hint)
         if output.report is not None and options.policy.name != "full":
             self._recapture.add([*output.report.lost_chunks, *kv.without_average(task)])
         now = time.perf_counter()

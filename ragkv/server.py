@@ -27,6 +27,7 @@ from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, S
 from ragkv.config import AnswerConfig, Config, ServerConfig
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
 from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
+from ragkv.store.eviction import HINTS, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,11 @@ class AnswerRequest(BaseModel):
     )
     budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")
     max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
+    hint: Hint | None = Field(
+        None,
+        description="How the KV of the chunks found is treated from now on when room is needed: "
+        + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
+    )
     stream: bool = Field(False, description="Answer with server-sent events: `sources`, `delta`…, `done`, or `error`")
 
     @field_validator("question")
@@ -80,7 +86,8 @@ class AnswerRequest(BaseModel):
     def options(self, defaults: AnswerConfig) -> AnswerOptions:
         """Raises ConfigError for an unknown policy."""
         policy = Policy.of(self.policy or defaults.policy, defaults.budget if self.budget is None else self.budget)
-        return AnswerOptions(policy, self.top_k or defaults.top_k, self.max_tokens or defaults.max_tokens)
+        max_tokens = self.max_tokens or defaults.max_tokens
+        return AnswerOptions(policy, self.top_k or defaults.top_k, max_tokens, hint=self.hint)
 
 
 class SourceResponse(BaseModel):

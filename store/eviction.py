@@ -50,6 +50,13 @@ HINTS: dict[str, str] = {
 }
 
 
+def parse_hint(text: str | None) -> Hint | None:
+    """Raises ConfigError for an unknown one."""
+    if text is not None and text not in HINTS:
+        raise ConfigError(f"unknown hint {text!r}; choose one of {', '.join(HINTS)}")
+    return text  # type: ignore[return-value]
+
+
 class Eviction:
     """The entries of one tier in the order in which they would go. Keys are what callers make of them.
 

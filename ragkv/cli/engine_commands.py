@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from ragkv.controller import Profile
     from ragkv.ingestion import IngestReport
     from ragkv.pipeline import Pipeline
+    from ragkv.store.eviction import Hint
 
 
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
     captures: Annotated[
         int | None, typer.Option(help="Contexts that a chunk's KV is averaged over: index time for fidelity.")
+    ] = None,
+    hint: Annotated[
+        str | None,
+        typer.Option(help="When the store is full: pin (kept), session (kept while used), ephemeral (first to go)."),
     ] = None,
     home: Home = None,
     model: Model = None,
@@ -43,11 +48,13 @@ def index(
     index_flags = {"embedder": embedder, "captures": captures}
     config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index=index_flags)
     from ragkv.retriever.documents import find_files
+    from ragkv.store.eviction import parse_hint
 
+    treated = parse_hint(hint)
     find_files(paths)  # a path that can't be used is told before a model is loaded
     prepare(log_file(config), verbose)
     try:
-        report = asyncio.run(_index(config, paths))
+        report = asyncio.run(_index(config, paths, treated))
     except KeyboardInterrupt:
         err.print("interrupted; run it again to go on from here")
         raise
@@ -56,10 +63,10 @@ def index(
         raise typer.Exit(1)
 
 
-async def _index(config: Config, paths: list[Path]) -> "IngestReport":
+async def _index(config: Config, paths: list[Path], hint: "Hint | None") -> "IngestReport":
     async with opened(config, for_index_of=paths) as pipeline:
         with output.IngestBars() as bars:
-            report = await pipeline.ingest(paths, bars.update)
+            report = await pipeline.ingest(paths, bars.update, hint)
         if pipeline.is_ready and config.answer.controller:
             with err.status("measuring this machine, once"):
                 await pipeline.profile()

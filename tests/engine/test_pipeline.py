@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -251,10 +252,48 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
     assert again.documents_unchanged == len(TOPICS) and again.chunks_prefilled == 0
 
 
+def test_hints_reach_the_store(runner, pipeline, corpus):
+    def hints():
+        rows = pipeline._store._index._read("select key, hint from usage")
+        return {key[:16].hex(): hint for key, hint in rows}
+
+    runner.run(pipeline.ingest([corpus / "tea.md"], hint="pin"))
+    tea = {chunk.chunk_hash for chunk in pipeline._catalog.document_chunks(str((corpus / "tea.md").resolve()))}
+    assert {digest for digest, hint in hints().items() if hint == "pin"} == tea | {pipeline._anchor_hash}
+    *_, answer = runner.run(events_of(pipeline, "When is Darjeeling tea picked?", top_k=2, hint="ephemeral"))
+    found = {pipeline._catalog.chunks([source.chunk_id])[0].chunk_hash for source in answer.sources}
+    assert found and {digest for digest, hint in hints().items() if hint == "ephemeral"} == found
+
+
 def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):
     other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     with pytest.raises(StoreError, match=f"was indexed with the model {EMBEDDED_MODEL}"):
         runner.run(Pipeline.open(other))
+
+
+def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, config):
+    *_, before = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+    assert before.plan is None
+    chunks = set(pipeline._store.chunk_hashes())
+    try:
+        profile = runner.run(pipeline.profile())
+        assert profile.prefill_ms(2000) > profile.prefill_ms(500) > 0
+        assert set(pipeline._store.chunk_hashes()) == chunks  # what was captured for it is gone
+        assert pipeline._profiles.load() == profile
+        *_, after = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+        assert after.plan.predicted_ms <= after.plan.prefill_ms
+        assert after.fallback is None
+        if after.plan.way == "fuse":
+            assert after.policy == before.policy and after.text == before.text
+        pipeline._profile = replace(profile, fused=(1e6,) * 6)  # fusion takes for ever
+        *_, left = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+        *_, full = runner.run(events_of(pipeline, QUESTIONS[0], "full", top_k=6, fresh=True))
+        assert (left.plan.way, left.policy, left.usage.reused_tokens) == ("prefill", "full", 0)
+        assert left.text == full.text and full.plan is None
+        *_, other = runner.run(events_of(pipeline, QUESTIONS[0], "none", top_k=6, fresh=True))
+        assert other.plan is None and other.policy == "none"
+    finally:
+        pipeline._profile = None
 
 
 def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp_path):

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.store.eviction import POLICIES, Eviction
+from ragkv.store.eviction import POLICIES, Eviction, parse_hint
 
 
 def filled(name, sizes=(1, 1, 1), costs=(1, 1, 1)):
@@ -80,3 +80,9 @@ def test_sizes_add_up_whatever_happens(name):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="gdsf, lru"):
         Eviction("fifo")
+
+
+def test_unknown_hints_are_named():
+    assert parse_hint(None) is None and parse_hint("pin") == "pin"
+    with pytest.raises(ConfigError, match="unknown hint 'keep'; choose one of pin, session, ephemeral"):
+        parse_hint("keep")
