@@ -131,7 +131,7 @@ class Index:
             if changes.bad_keys():  # out of order, where a search doesn't find them and may miss others
                 raise DamagedIndexError("rows that don't verify can't be removed")
             changes.freed()
-        problems = [row[0] for row in self._read("pragma quick_check")]
+        problems = [row[0] for row in self._read("pragma integrity_check")]
         if problems != ["ok"]:
             raise DamagedIndexError("; ".join(map(str, problems[:3])))
 
