@@ -36,9 +36,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Usage:
-    """Where each prompt token's KV came from. The last three add up to `prompt_tokens`.
+    """Where each prompt token's KV came from: prefix, reused and recomputed tokens add up to `prompt_tokens`.
 
     prefix_tokens: vLLM's own prefix cache; reused_tokens: the store, as it was; recomputed_tokens: computed now.
+    memory_tokens: whose stored KV lay ready in memory, reused as it was or not.
     """
 
     prompt_tokens: int
@@ -46,6 +47,7 @@ class Usage:
     reused_tokens: int
     recomputed_tokens: int
     completion_tokens: int = 0
+    memory_tokens: int = 0
 
 
 @dataclass(frozen=True)

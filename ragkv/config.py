@@ -76,14 +76,24 @@ class StoreConfig(Section):
         gt=0,
         description="What chunks' KV may take on disk, in GiB; beyond it goes what is worth least. Default: all",
     )
+    memory_gib: float = Field(
+        1.0,
+        ge=0,
+        description="Memory for KV that is ready to use, in GiB, taken when vLLM starts; beyond it goes what is worth "
+        "least. 0: none, only what the system keeps of the files",
+    )
     eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = Field(
         "gdsf", description="What is worth least: by uses and cost for its size, by last use, or by number of uses"
     )
 
     def options(self) -> dict[str, Any]:
-        """As keyword arguments of `SegmentStore`: plain data."""
+        """As keyword arguments of `SegmentStore`, of one that writes: plain data."""
         disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
         return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
+
+    def worker_options(self) -> dict[str, Any]:
+        """As `options`, of one that serves requests."""
+        return {**self.options(), "memory_bytes": round(self.memory_gib * (1 << 30))}
 
 
 class AnswerConfig(Section):

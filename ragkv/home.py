@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -46,8 +47,8 @@ class Home:
         self.make()
         return Catalog(self.catalog)
 
-    def open_store(self) -> SegmentStore:
-        return SegmentStore(self.kv)
+    def open_store(self, **options: Any) -> SegmentStore:
+        return SegmentStore(self.kv, **options)
 
     def check_owner(self, catalog: Catalog, owner: Owner) -> None:
         """Raise StoreError if the home holds documents that other models indexed."""

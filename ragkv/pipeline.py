@@ -5,6 +5,7 @@ question -embed-> search -> chunks -get-> ChunkKV -fuse-> paged KV -decode-> ans
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.controller import Plan, Profile
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.job import ROOT_HASH, FuseTask, Span
-from ragkv.errors import ContextTooLongError, DocumentError
+from ragkv.engine.job import ROOT_HASH, FuseTask, Span, missing_kv
+from ragkv.errors import ContextTooLongError, DocumentError, StoreError
 from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home, Owner
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.planning import planned
@@ -42,6 +43,9 @@ from ragkv.store.eviction import Hint
 from ragkv.store.segment_store import SegmentStore
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
+
+
+logger = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -94,7 +98,7 @@ class Pipeline:
                 self._store.close()  # an open SQLite must not be carried into vLLM's processes
                 model = self.config.model
                 self._engine = await Engine.start(
-                    self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.options()
+                    self._folder, model, self._home.kv, self._owner.fingerprint, self.config.store.worker_options()
                 )
                 self._store = self._home.open_store()
                 self._catalog.put_setting(_UNSUPPORTED_SETTING, self._engine.unsupported or "")
@@ -121,7 +125,8 @@ class Pipeline:
         """How often something kept a chunk or a request from being reused, by reason; how many chunks were captured
         again for it."""
         counters = dict(self._engine.counters) if self._engine else {}
-        return counters | {"recaptured_chunks": self._recapture.num_captured}
+        recapture = self._recapture
+        return counters | {"recaptured_chunks": recapture.num_captured, "failed_recaptures": recapture.num_failed}
 
     # Index time
 
@@ -313,7 +318,8 @@ class Pipeline:
     async def profile(self, report: Callable[[str], None] = lambda line: None, *, anew: bool = False) -> Profile | None:
         """What requests take on this machine: as measured before, or measured now (half a minute).
 
-        None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse.
+        None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse. Raises
+        StoreError if there is no space for the chunks that are captured for it, which go afterwards.
         """
         policy = Policy.of(self.config.answer.policy, self.config.answer.budget)
         if self._profile is not None and not anew:
@@ -328,20 +334,24 @@ class Pipeline:
             self._profile = await measure(bench, kv, policy, self._store, engine.max_model_len)
         finally:
             self._forget(bench.captured)
-        self._profiles.save(self._profile)
+        if self._profile is not None:
+            self._profiles.save(self._profile)
         return self._profile
 
-    async def _capture_again(self, digest: str) -> None:
-        """Make what KV is lost of one chunk, or of the anchor. Raises StoreError if there is no space."""
+    async def _capture_again(self, digest: str) -> bool:
+        """Make what KV is lost of one chunk, or of the anchor; False if no document has it any more. Raises StoreError
+        if there is no space."""
         if digest == self._anchor_hash:
             await self._capture_anchor()
+            return True
         chunk = self._catalog.chunk_of(digest)
-        if chunk is None:  # its document is gone
-            return
+        if chunk is None:
+            return False
         engine = await self.start()
         kv, chunks = self._chunk_kv(engine), {digest: chunk.token_ids}
         _, vectors = self._catalog.vectors([chunk.id])
         await kv.capture(engine, self._store, chunks, self._others(kv, chunks, [digest], vectors))
+        return True
 
     async def answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
@@ -369,7 +379,11 @@ class Pipeline:
         plan: Plan | None = None
         request: FuseTask | None = task
         if self._profile is not None and self.config.answer.controller and task.policy.title == self._profile.policy:
-            plan, request = planned(self._profile, len(prompt.token_ids), task, kv, self._store)
+            in_memory = engine.in_memory
+            plan, request = planned(self._profile, len(prompt.token_ids), task, kv, self._store, in_memory)
+        missing: list[str] = []
+        if request is None:  # the worker doesn't see it, so nobody else tells
+            missing = [span.chunk_hash for span in task.spans if not self._store.contains(kv.key(span))]
         policy = options.policy if request is not None else Policy("full")
         salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
         submitted = time.perf_counter()
@@ -385,9 +399,10 @@ class Pipeline:
                 if output.text:
                     yield Delta(output.text)
         if options.hint is not None:
-            await asyncio.to_thread(self._store.hint, digests, options.hint)
-        if output.report is not None and options.policy.name != "full":
-            self._recapture.add([*output.report.lost_chunks, *kv.without_average(task)])
+            await self._hint(digests, options.hint)
+        lost = output.report.lost_chunks if output.report else missing
+        if self._fuses and options.policy.name != "full":
+            self._recapture.add([*lost, *kv.without_average(task)])
         now = time.perf_counter()
         timings = Timings(1e3 * (submitted - begin), ttft_ms=ttft_ms, total_ms=1e3 * (now - begin))
         yield self._finished(
@@ -398,11 +413,17 @@ class Pipeline:
                 _usage(prompt, output, num_tokens),
                 timings,
                 output.finish_reason or "abort",
-                self.fallback,
+                self.fallback or (missing_kv(len(missing), len(task.spans)) if missing else None),
                 plan,
             ),
             output,
         )
+
+    async def _hint(self, digests: Sequence[str], hint: Hint) -> None:
+        try:
+            await asyncio.to_thread(self._store.hint, digests, hint)
+        except StoreError as error:  # the answer is there all the same
+            logger.warning("a hint isn't kept: %s", error)
 
     def _fitting_question(self, question: str, max_tokens: int, max_model_len: int) -> list[int]:
         tokens = self._layout.question_tokens(question)
@@ -461,4 +482,11 @@ def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> 
         prefix = 0 if report else output.num_cached_tokens
         return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
     recomputed = report.recomputed_tokens + 1
-    return Usage(num_tokens, report.prefix_tokens, report.reused_tokens, recomputed, num_completion_tokens)
+    return Usage(
+        num_tokens,
+        report.prefix_tokens,
+        report.reused_tokens,
+        recomputed,
+        num_completion_tokens,
+        report.memory_tokens,
+    )

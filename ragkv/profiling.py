@@ -56,8 +56,8 @@ class ProfileFile:
         return profiles if isinstance(profiles, dict) else {}
 
 
-async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile:
-    """Half a minute of requests."""
+async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:
+    """Half a minute of requests. None if the model's context holds no prompt that could be fused."""
     prefill: list[Sample] = []
     fused: list[Sample] = []
     keys: list[ChunkKey] = []
@@ -81,7 +81,7 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
                 prefill.append(Sample(Load(num_tokens), ttft_ms))
             elif collected[-1].report.policy == task.policy.label:
                 fused.append(Sample(load_of(num_tokens, task), ttft_ms))
-    return Profile.fit(policy.title, prefill, fused, _cold_ms(store, keys))
+    return Profile.fit(policy.title, prefill, fused, _cold_ms(store, keys)) if fused else None
 
 
 def load_of(num_tokens: int, task: FuseTask) -> Load:

@@ -15,15 +15,15 @@ PAUSE_S = 60.0  # after a capture that failed: the disk may be full
 
 
 class Recapture:
-    """One for each pipeline; lives in its event loop. capture: makes the KV of one chunk, by hash."""
+    """One for each pipeline; lives in its event loop. capture: makes the KV of one chunk, by hash; whether it did."""
 
-    def __init__(self, capture: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, capture: Callable[[str], Awaitable[bool]]) -> None:
         self._capture = capture
         self._lost: dict[str, None] = {}
         self._num_answering, self._quiet_since = 0, 0.0
         self._paused_until = 0.0
         self._task: asyncio.Task[None] | None = None
-        self.num_captured = 0
+        self.num_captured = self.num_failed = 0
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -51,10 +51,11 @@ class Recapture:
             chunk_hash = next(iter(self._lost))
             del self._lost[chunk_hash]
             try:
-                await self._capture(chunk_hash)
-                self.num_captured += 1
-            except RagKVError as error:
-                logger.warning("lost KV isn't captured again for %d s: %s", PAUSE_S, error)
+                self.num_captured += await self._capture(chunk_hash)
+            except Exception as error:  # answers go on without it, whatever it is
+                details = None if isinstance(error, RagKVError) else error
+                logger.warning("lost KV isn't captured again for %d s: %s", PAUSE_S, error, exc_info=details)
+                self.num_failed += 1
                 self._lost.clear()
                 self._paused_until = time.monotonic() + PAUSE_S
 

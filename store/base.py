@@ -64,7 +64,17 @@ class KVStore(Protocol):
         ...
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
-        """Count a use of each of these chunks, whether it is there or not: what is used often is kept longest."""
+        """Count a use of each of these chunks, whether it is there or not: what is used often is kept longest, and only
+        what is used is kept in memory."""
+        ...
+
+    def in_memory(self, key: ChunkKey) -> bool:
+        """Whether the chunk lies in this process's memory, ready to use."""
+        ...
+
+    def memory_changes(self) -> tuple[list[str], list[str]]:
+        """The hashes of the chunks that have come into memory, and of those that have gone, since this was last
+        asked."""
         ...
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:

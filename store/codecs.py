@@ -47,7 +47,7 @@ class Codec:
             parts.append(torch.frombuffer(payload, dtype=part_dtype, count=count, offset=start).view(part_shape))
             start += count * part_dtype.itemsize
         k_scale, v_scale, k, v = parts
-        return (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)
+        return _times(k, k_scale).to(dtype), _times(v, v_scale).to(dtype)
 
     def num_bytes(self, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
         heads, tokens, size = shape
@@ -63,6 +63,15 @@ class Codec:
         scale = (x.abs().amax(dim, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
         scaled = x / scale
         return scale, (scaled.round() if whole else scaled).clamp(-largest, largest).to(self.stored)
+
+
+def _times(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In float32. torch converts e4m3 number by number; as half-precision numbers, whose exponent and mantissa begin
+    with the same bits, seven places further up, and whose exponent's bias is 8 more, it takes a quarter of the time."""
+    if stored.dtype != torch.float8_e4m3fn:
+        return stored * scale
+    half = stored.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000).view(torch.float16)
+    return half.float().mul_(scale * 2.0**8)
 
 
 RAW = Codec("raw", 0)

@@ -6,7 +6,7 @@ to a new priority, it lets what was popular once grow old.
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,16 +103,24 @@ class Eviction:
         if entry is not None:
             self.size_bytes -= entry.size_bytes
 
-    def evict(self) -> Hashable | None:
-        """Remove and return the entry with the lowest priority; None if there is none."""
-        while self._heap:
+    def evict(self, spared: Collection[Hashable] = ()) -> Hashable | None:
+        """Remove and return the entry with the lowest priority that isn't spared; None if there is none."""
+        passed = []
+        found: Hashable | None = None
+        while self._heap and found is None:
             priority, stamp, key = heapq.heappop(self._heap)
             entry = self._entries.get(key)
-            if entry is not None and entry.stamp == stamp:
-                self._clock = max(self._clock, priority)
-                self.remove(key)
-                return key
-        return None
+            if entry is None or entry.stamp != stamp:
+                continue
+            if key in spared:
+                passed.append((priority, stamp, key))
+                continue
+            self._clock = max(self._clock, priority)
+            self.remove(key)
+            found = key
+        for place in passed:
+            heapq.heappush(self._heap, place)
+        return found
 
     def _place(self, key: Hashable, entry: Entry) -> None:
         entry.stamp = next(self._stamps)

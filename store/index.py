@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from ragkv.store.eviction import HINTS, Hint
 from ragkv.store.record import KEY_BYTES
 from ragkv.store.segments import Extent, padded
 
@@ -148,6 +149,19 @@ class Index:
             return None
         return Place.unpack(key, rows[0][0]) if rows else None
 
+    def hint(self, key: bytes) -> Hint | None:
+        """How a chunk is to be treated (`ragkv.store.usage`). None also where the index has gone bad."""
+        try:
+            rows = self._read("select hint from usage where key = ?", key)
+        except sqlite3.Error:
+            return None
+        return rows[0][0] if rows and rows[0][0] in HINTS else None
+
+    def others_version(self) -> int:
+        """Differs once another process, or another store of this one, has written."""
+        with self._write_lock:
+            return _data_version(self._writer)
+
     def chunks(self, *, evicted: bool = False) -> list[bytes]:
         """The keys of all, in order; with `evicted` also of those that were evicted."""
         statement = "select key from chunk" + (" union select key from usage" if evicted else "")
@@ -198,7 +212,7 @@ class Changes:
     @property
     def others_version(self) -> int:
         """Differs once another connection has written."""
-        return int(self.query("pragma data_version")[0][0])
+        return _data_version(self.connection)
 
     def set_meta(self, name: str, value: str) -> None:
         self.query("insert or replace into meta values (?, ?, ?)", name, value, _meta_checksum(name, value))
@@ -238,6 +252,10 @@ class Changes:
     def extents(self) -> list[Extent]:
         """What holds a record, or did and is still to be freed; sorted."""
         return sorted([*(place.extent for _, place in self.places()), *self.freed()])
+
+
+def _data_version(connection: sqlite3.Connection) -> int:
+    return int(_query(connection, "pragma data_version")[0][0])
 
 
 def _places(rows: list[tuple]) -> list[tuple[bytes, Place]]:  # type: ignore[type-arg]

@@ -25,6 +25,12 @@ class MemoryStore:
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Nothing is evicted."""
 
+    def in_memory(self, key: ChunkKey) -> bool:
+        return self.contains(key)
+
+    def memory_changes(self) -> tuple[list[str], list[str]]:
+        return [], []
+
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
         """Nothing is evicted."""
 

@@ -74,6 +74,11 @@ class LayerKV:
     base_position: int
     spread: torch.Tensor | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """In memory."""
+        return self.k.nbytes + self.v.nbytes + (0 if self.spread is None else self.spread.nbytes)
+
 
 class CorruptRecordError(Exception):
     """Stored bytes that don't verify. Callers treat the record as a miss; it never reaches a user."""

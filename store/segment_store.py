@@ -25,6 +25,7 @@ from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import CODECS
 from ragkv.store.eviction import Hint
 from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Place, is_damage
+from ragkv.store.pool import Pool
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import (
     FORMAT_VERSION,
@@ -33,12 +34,12 @@ from ragkv.store.record import (
     LayerKV,
     check,
     codec_name,
-    decode,
     encode,
     record_bytes,
     tokens_in,
 )
-from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, padded
+from ragkv.store.segments import Extent, FreeSpace, SegmentFiles, outside, padded
+from ragkv.store.snapshot import SegmentSnapshot
 from ragkv.store.usage import Usage
 from ragkv.store.verification import verify_records
 
@@ -53,7 +54,9 @@ class SegmentStore:
     """Chunk KV in the folder `path`. codec: how records are written; those that are there may have others.
 
     disk_bytes: what the records may take; for a chunk that needs room those go that `eviction` values least. None: no
-    limit. read_mib_s: reads are slowed down to this, for evaluations.
+    limit. memory_bytes: what is kept in memory of the chunks that requests use (`ragkv.store.pool`), by the same
+    eviction; 0: nothing. pinned: that memory is read by a GPU. read_mib_s: reads are slowed down to this, for
+    evaluations.
 
     Any number of processes may have the folder open, and write in turn; threads may share a store. Raises StoreError if
     the folder holds something else, was made by another version, or can't be written.
@@ -65,7 +68,9 @@ class SegmentStore:
         codec: str = "raw",
         *,
         disk_bytes: int | None = None,
+        memory_bytes: int = 0,
         eviction: str = "gdsf",
+        pinned: bool = False,
         read_mib_s: float | None = None,
     ) -> None:
         self.path, self._codec, self._disk_bytes, self._usage = path, CODECS[codec], disk_bytes, Usage(eviction)
@@ -73,9 +78,9 @@ class SegmentStore:
         self._uses_written_at = time.monotonic()
         self._read_mib_s = read_mib_s
         self._write_lock = threading.Lock()
-        self.num_evicted = 0
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
+        self._pool = self._take_memory(memory_bytes, eviction, pinned) if memory_bytes else None
         with self._store_errors("open"):
             path.mkdir(parents=True, exist_ok=True)
             self._refuse_other_contents()
@@ -89,6 +94,7 @@ class SegmentStore:
             except BaseException:
                 self._unlock()
                 raise
+        self._pool_version = self._index.others_version()  # -1: to be looked through
 
     def _refuse_other_contents(self) -> None:
         if (self.path / "data.mdb").exists():
@@ -96,6 +102,14 @@ class SegmentStore:
                 f"{self.path} holds KV of a release that indexed it with LMDB. Delete the folder, or choose another "
                 "--home, and index again"
             )
+
+    def _take_memory(self, memory_bytes: int, eviction: str, pinned: bool) -> Pool:
+        try:
+            return Pool(memory_bytes, eviction, pinned=pinned)
+        except (MemoryError, RuntimeError) as error:
+            raise StoreError(
+                f"no {memory_bytes / (1 << 30):g} GiB of memory for KV: {error}. Lower store.memory_gib"
+            ) from error
 
     def _open_index(self) -> Index:
         """One that is damaged is put aside, and then a new one is made from what the segments hold."""
@@ -178,6 +192,7 @@ class SegmentStore:
                         self._files.free(extent)
                     raise
             self._sweep()
+        self._pool_version = -1
 
     def _make_room(self, sizes: Sequence[int]) -> list[bool]:
         """Evict others for chunks of these sizes. Which of them are to be stored: as many as there is room for then."""
@@ -191,7 +206,6 @@ class SegmentStore:
             room = self._disk_bytes - free.used_bytes
             for key in self._usage.victims(changes, wanted - room) if wanted > room else ():
                 room += sum(place.extent.length for place in changes.delete(key))
-                self.num_evicted += 1
         self._sweep()
         stored = []
         for size in sizes:
@@ -204,9 +218,24 @@ class SegmentStore:
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Written to the index every few seconds, and with what is written anyway."""
+        keys = list(keys)
         self._uses.update(key.prefix() for key in keys)
+        if self._pool is not None:
+            self._refresh(self._pool)
+            self._pool.want({key: self._index.hint(key.prefix()) for key in keys})
         if time.monotonic() - self._uses_written_at > _USES_EVERY_S:
             self._flush_uses()
+
+    def _refresh(self, pool: Pool) -> None:
+        """Drop from memory what was deleted, replaced or evicted."""
+        try:
+            version = self._index.others_version()
+        except sqlite3.Error as error:
+            logger.warning("can't look into the index: %s", error)
+            version = -1
+        if version != self._pool_version:
+            pool.refresh(lambda key: self._index.place(key.prefix()), lambda key: self._index.hint(key.prefix()))
+            self._pool_version = version
 
     def _flush_uses(self) -> None:
         if self._uses:
@@ -221,6 +250,12 @@ class SegmentStore:
         self._uses_written_at = time.monotonic()
         self._usage.use(changes, uses)
 
+    def in_memory(self, key: ChunkKey) -> bool:
+        return self._pool is not None and key in self._pool
+
+    def memory_changes(self) -> tuple[list[str], list[str]]:
+        return self._pool.take_changes() if self._pool is not None else ([], [])
+
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
         """How these chunks' records are to be treated when room is needed (`ragkv.store.eviction.HINTS`)."""
         with self._store_errors("write to"), self._index.writing() as changes:
@@ -231,9 +266,9 @@ class SegmentStore:
         return self._index.place(key.prefix()) is not None
 
     @contextmanager
-    def snapshot(self) -> Iterator["_SegmentSnapshot"]:
+    def snapshot(self) -> Iterator["SegmentSnapshot"]:
         try:
-            yield _SegmentSnapshot(self._files, self._index, self._read_mib_s)
+            yield SegmentSnapshot(self._files, self._index, self._pool, self._read_mib_s)
         finally:
             self._files.release()
 
@@ -271,6 +306,7 @@ class SegmentStore:
                     places += changes.delete(prefix)
                     self._usage.delete(changes, prefix)
             self._sweep()
+        self._pool_version = -1
         return sum(len(place.lengths) for place in places)
 
     def discard(self, key: ChunkKey) -> None:
@@ -279,6 +315,7 @@ class SegmentStore:
             with self._writing() as (changes, _):
                 changes.delete(key.prefix())
             self._sweep()
+        self._pool_version = -1
 
     def is_near(self, key: ChunkKey) -> bool:
         """Whether the chunk can be read without waiting for a disk."""
@@ -336,7 +373,7 @@ class SegmentStore:
         with self._store_errors("read"):
             with self._index.writing() as changes:  # nobody writes in the meantime
                 places, known = changes.places(), changes.extents()
-                left = list(_outside(self._files.data(), known))
+                left = list(outside(self._files.data(), known))
             found = verify_records(self._records(places))
         overlaps = [f"{b} overlaps {a}" for a, b in pairwise(known) if a.segment == b.segment and b.offset < a.end]
         unknown = [f"{extent} holds what no record is known for" for extent in left]
@@ -385,7 +422,7 @@ class SegmentStore:
         """Free what a process that was killed has left: given up and not freed, or written and not named."""
         self._sweep()
         with self._index.writing() as changes:  # nobody writes in the meantime
-            for extent in list(_outside(self._files.data(), changes.extents())):
+            for extent in list(outside(self._files.data(), changes.extents())):
                 self._files.free(extent)
 
     @contextmanager
@@ -405,56 +442,3 @@ class SegmentStore:
             raise StoreError(
                 f"can't {verb} the KV store {self.path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
             ) from error
-
-
-def _outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]:
-    """The parts of `data` that no extent of `known` covers; both are sorted."""
-    rest = iter(known)
-    extent = next(rest, None)
-    for part in data:
-        start = part.offset
-        while extent is not None and (extent.segment, extent.offset) < (part.segment, part.end):
-            if extent.segment == part.segment and extent.end > start:
-                if extent.offset > start:
-                    yield Extent(part.segment, start, extent.offset - start)
-                start = extent.end
-                if start >= part.end:
-                    break  # it may cover the next part too
-            extent = next(rest, None)
-        if start < part.end:
-            yield Extent(part.segment, start, part.end - start)
-
-
-class _SegmentSnapshot:
-    def __init__(self, files: SegmentFiles, index: Index, read_mib_s: float | None) -> None:
-        self._files, self._index, self._read_mib_s = files, index, read_mib_s
-        self._found: dict[ChunkKey, Place | None] = {}
-
-    def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
-        place = self._place(key)
-        if place is None or layer >= len(place.lengths):
-            return None
-        try:
-            record = self._files.read(*place.layer(layer))
-            if record is None:
-                raise CorruptRecordError("the file ends before the record")
-            if self._read_mib_s is not None:
-                time.sleep(len(record) / (self._read_mib_s * (1 << 20)))
-            return decode(key.layer(layer), record)
-        except CorruptRecordError:
-            if self._index.place(key.prefix()) != place:
-                return None  # deleted or replaced in the meantime
-            raise
-
-    def lost(self) -> list[ChunkKey]:
-        return [key for key, place in self._found.items() if place and self._index.place(key.prefix()) != place]
-
-    def prefetch(self, key: ChunkKey, layer: int) -> None:
-        place = self._place(key)
-        if place is not None and layer < len(place.lengths):
-            self._files.prefetch(*place.layer(layer))
-
-    def _place(self, key: ChunkKey) -> Place | None:
-        if key not in self._found:
-            self._found[key] = self._index.place(key.prefix())
-        return self._found[key]

@@ -39,7 +39,8 @@ class Extent:
 class FreeSpace:
     """Where nothing lies, from the extents that are in use. Pure bookkeeping. Segments are numbered from 0."""
 
-    def __init__(self, used: Iterable[Extent]) -> None:
+    def __init__(self, used: Iterable[Extent], segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._segment_bytes = segment_bytes
         self._segments: dict[int, list[tuple[int, int]]] = {}  # to sorted used ranges (offset, end)
         for extent in sorted(used):
             self._segments.setdefault(extent.segment, []).append((extent.offset, extent.end))
@@ -51,12 +52,17 @@ class FreeSpace:
     def take(self, length: int) -> Extent:
         """The first gap that is large enough, or the end of a segment with room, or a new segment."""
         segment = 0
-        while True:
-            offset = self._first_gap(segment, length)
-            if offset is not None:
-                insort(self._segments.setdefault(segment, []), (offset, offset + length))
-                return Extent(segment, offset, length)
+        while (extent := self.take_in(segment, length)) is None:
             segment += 1
+        return extent
+
+    def take_in(self, segment: int, length: int) -> Extent | None:
+        """As `take`, of this segment only."""
+        offset = self._first_gap(segment, length)
+        if offset is None:
+            return None
+        insort(self._segments.setdefault(segment, []), (offset, offset + length))
+        return Extent(segment, offset, length)
 
     def give(self, extent: Extent) -> None:
         self._segments[extent.segment].remove((extent.offset, extent.end))
@@ -70,7 +76,25 @@ class FreeSpace:
             if start - end >= length:
                 return end
             end = stop
-        return end if end + length <= SEGMENT_BYTES else None
+        return end if end + length <= self._segment_bytes else None
+
+
+def outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]:
+    """The parts of `data` that no extent of `known` covers; both are sorted."""
+    rest = iter(known)
+    extent = next(rest, None)
+    for part in data:
+        start = part.offset
+        while extent is not None and (extent.segment, extent.offset) < (part.segment, part.end):
+            if extent.segment == part.segment and extent.end > start:
+                if extent.offset > start:
+                    yield Extent(part.segment, start, extent.offset - start)
+                start = extent.end
+                if start >= part.end:
+                    break  # it may cover the next part too
+            extent = next(rest, None)
+        if start < part.end:
+            yield Extent(part.segment, start, part.end - start)
 
 
 class SegmentFiles:
@@ -175,7 +199,7 @@ class SegmentFiles:
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._descriptors, self._maps = {}, {}  # a map lives as long as what was read from it
+        self._descriptors, self._maps, self._touched = {}, {}, set()  # a map lives as long as what was read from it
 
     def _open(self, segment: int, *, create: bool = True) -> int:
         if segment not in self._descriptors:

@@ -98,8 +98,11 @@ def import_chunks(file: BinaryIO, store: SegmentStore, progress: Callable[[int],
             store.put_records(key, list(_split(data, num_records)))
         except CorruptRecordError as error:
             done.problems.append(f"chunk {key.chunk_hash}: {error}")
-        else:
+            continue
+        if store.contains(key):
             done.add(key, len(data))
+        else:
+            done.problems.append(f"chunk {key.chunk_hash}: the store's budget has no room for it")
     return done
 
 

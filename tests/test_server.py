@@ -31,7 +31,9 @@ ANSWER = Answer(
     text="Grüße, world",
     sources=[SOURCE],
     policy="full",
-    usage=Usage(prompt_tokens=30, prefix_tokens=5, reused_tokens=20, recomputed_tokens=5, completion_tokens=3),
+    usage=Usage(
+        prompt_tokens=30, prefix_tokens=5, reused_tokens=20, recomputed_tokens=5, completion_tokens=3, memory_tokens=9
+    ),
     timings=Timings(retrieve_ms=1.5, ttft_ms=20.0),
     plan=Plan("fuse", (0, 1), predicted_ms=21.0, prefill_ms=90.0),
     finish_reason="stop",
@@ -134,6 +136,7 @@ EXPECTED_END = {
         "reused_tokens": 20,
         "recomputed_tokens": 5,
         "completion_tokens": 3,
+        "memory_tokens": 9,
     },
     "timings": {
         "retrieve_ms": 1.5,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, 
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, open_pipeline, opened, prepare
 from ragkv.config import Config, load_config
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, RagKVError
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
@@ -65,12 +65,10 @@ def index(
 
 async def _index(config: Config, paths: list[Path], hint: "Hint | None") -> "IngestReport":
     async with opened(config, for_index_of=paths) as pipeline:
+        if pipeline.is_ready:
+            await _profile_once(pipeline)  # before there is KV that its chunks could push out
         with output.IngestBars() as bars:
-            report = await pipeline.ingest(paths, bars.update, hint)
-        if pipeline.is_ready and config.answer.controller:
-            with err.status("measuring this machine, once"):
-                await pipeline.profile()
-        return report
+            return await pipeline.ingest(paths, bars.update, hint)
 
 
 def ask(
@@ -217,7 +215,18 @@ def serve(
 
 
 async def _open_to_serve(config: Config) -> "Pipeline":
-    pipeline = await open_pipeline(config)
-    if config.answer.controller:
-        await pipeline.profile(lambda line: err.print(line, style="dim"))
+    async with AsyncExitStack() as stack:
+        pipeline = await open_pipeline(config)
+        stack.push_async_callback(pipeline.close)
+        await _profile_once(pipeline)
+        stack.pop_all()
     return pipeline
+
+
+async def _profile_once(pipeline: "Pipeline") -> None:
+    """Without a profile everything works, only not always at its fastest."""
+    if pipeline.config.answer.controller:
+        try:
+            await pipeline.profile(lambda line: err.print(line, style="dim"))
+        except RagKVError as error:
+            err.print(f"this machine isn't measured: {error}", style="yellow", markup=False, soft_wrap=True)

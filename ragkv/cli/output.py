@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -156,6 +156,7 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
     yield "total", [timing.total_ms for timing in timings], "ms"
     yield "prompt", [usage.prompt_tokens for usage in usages], "tokens"
     yield "  reused", [usage.reused_tokens for usage in usages], "tokens"
+    yield "  found in memory", [usage.memory_tokens for usage in usages], "tokens"
     yield "  recomputed", [usage.recomputed_tokens for usage in usages], "tokens"
     yield "  in vLLM's prefix cache", [usage.prefix_tokens for usage in usages], "tokens"
     yield "answer", [usage.completion_tokens for usage in usages], "tokens"
@@ -268,17 +269,68 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
 def print_swap(rows: Sequence[dict[str, Any]]) -> None:
     """Rows as `ragkv eval swap --json` prints them."""
     table = Table("MiB/s", box=None, padding=(0, 1))
-    for name in ("stored", "tokens", "prefill", "fuse", "controller", "way", "over prefill", "over best"):
+    for name in (
+        "stored",
+        "near",
+        "chunks",
+        "batch",
+        "tokens",
+        "prefill",
+        "fuse",
+        "controller",
+        "way",
+        "over prefill",
+        "over best",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         speed = "disk" if row["mib_s"] is None else f"{row['mib_s']:g}"
         times = [f"{row[f'{name}_ms']:,.0f} ms" for name in ("prefill", "fuse", "controller")]
         over = [f"{row[f'over_{name}_ms']:+,.0f} ms" for name in ("prefill", "best")]
-        table.add_row(speed, f"{row['share']:.0%}", f"{row['tokens']:,}", *times, row["way"], *over)
+        arm = (f"{row['share']:.0%}", f"{row['near']:.0%}", f"{row['chunk_tokens']}", f"{row['batch']}")
+        table.add_row(speed, *arm, f"{row['tokens']:,}", *times, row["way"], *over)
     out.print(table)
 
 
-class RoundLine:
+def print_timeline(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval timeline --json` prints them."""
+    table = Table("KV from", box=None, padding=(0, 1))
+    for name in ("first token", "KV", "loading", "disk at work", "of it beside computing", "read before needed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        times = [f"{row[name]:,.0f} ms" for name in ("waited_ms", "disk_ms", "overlap_ms")]
+        table.add_row(row["kv"], f"{row['ttft_ms']:,.0f} ms", f"{row['mib']:,.0f} MiB", *times, f"{row['ahead']:.0%}")
+    out.print(table)
+
+
+def print_churn(row: dict[str, Any]) -> None:
+    """The row that `ragkv eval churn --json` prints."""
+    table = Table("", "start", "peak", "end", "allowed", box=None, padding=(0, 1))
+    memory, disk = row["memory_mib"], row["disk_mib"]
+    allowed = "" if disk["allowed"] is None else f"{disk['allowed']:,} MiB"
+    table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("start", "peak", "end", "allowed")))
+    table.add_row("disk", "", f"{disk['peak']:,} MiB", "", allowed)
+    table.add_row("descriptors and threads", f"{row['handles'][0]}", "", f"{row['handles'][-1]}", "")
+    out.print(table)
+    out.print(f"{row['kills']} kills, {row['compared']} answers compared with full prefill's, {row['steps']}")
+    for problem in row["problems"]:
+        out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
+class _Bar:
+    """Shown as long as its block runs."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+class RoundLine(_Bar):
     """Progress over the rounds of a fault campaign, without a thread: its processes are forked from this one."""
 
     def __init__(self) -> None:
@@ -293,13 +345,6 @@ class RoundLine:
             redirect_stderr=False,
         )
         self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "RoundLine":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def update(self, part: str, done: int, total: int) -> None:
         if part not in self._tasks:
@@ -330,7 +375,7 @@ def print_faults(rows: Sequence[dict[str, Any]]) -> None:
             out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
-class ByteBar:
+class ByteBar(_Bar):
     """Progress over the bytes of an export or import. total: None if nobody knows."""
 
     def __init__(self, name: str, total: int | None) -> None:
@@ -338,31 +383,17 @@ class ByteBar:
         self._progress = Progress(*columns, console=err)
         self._task = self._progress.add_task(name, total=total)
 
-    def __enter__(self) -> "ByteBar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def advance(self, num_bytes: int) -> None:
         self._progress.advance(self._task, num_bytes)
 
 
-class ExampleBar:
+class ExampleBar(_Bar):
     """Progress over the examples of an evaluation."""
 
     def __init__(self, name: str) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=err)
         self._task = self._progress.add_task(name, total=None)
-
-    def __enter__(self) -> "ExampleBar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def update(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)

@@ -119,7 +119,8 @@ def import_kv(
         check_head(source, name)
         total = None if file == _STREAM else file.stat().st_size
         target.make()
-        with target.indexing(), closing(target.open_store()) as kv, output.ByteBar("Importing KV", total) as bar:
+        store = target.open_store(**config.store.options())
+        with target.indexing(), closing(store) as kv, output.ByteBar("Importing KV", total) as bar:
             done = import_chunks(source, kv, bar.advance)
     output.print_transfer(out, "imported", done)
     if target.catalog.exists():

@@ -54,7 +54,7 @@ class Capture:
                     self._add_alone(average)
                 except BadSpanError as error:
                     logger.warning("%s; it gets no average", error)
-                    self._source.store.discard(self._source.key(error.span))
+                    self._source.discard_if_corrupt(error)
                     average.contexts.clear()
         unfinished = [average for average in averages if average.contexts]
         try:

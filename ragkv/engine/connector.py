@@ -87,7 +87,8 @@ class RagKVConnector(KVConnectorBase_V1):
             rotations = find_rotations(subset)
         except UnsupportedModelError as error:
             return str(error)
-        store = SegmentStore(Path(extra["store"]), **extra["store_options"])
+        pinned = subset.device.type == "cuda"
+        store = SegmentStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         self._worker = _WorkerSide(Source(subset, rotations, store, extra["fingerprint"]), max_tokens)
         return None

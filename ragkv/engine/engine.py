@@ -49,6 +49,7 @@ class Engine:
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
     counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request.
+    in_memory: the hashes of the chunks that the worker keeps in memory, as of its last report.
     max_model_len: the context limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
     """
 
@@ -56,6 +57,7 @@ class Engine:
         self._llm = llm
         self.unsupported = unsupported
         self.counters: Counter[str] = Counter()
+        self.in_memory: set[str] = set()
         self.max_model_len: int = llm.model_config.max_model_len
         self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
 
@@ -147,7 +149,7 @@ class Engine:
             (piece,) = output.outputs
             report = _report(output.kv_transfer_params)
             if report is not None:
-                self._count(report)
+                self._note(report)
             yield EngineOutput(
                 piece.text,
                 list(piece.token_ids),
@@ -157,11 +159,13 @@ class Engine:
                 [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
             )
 
-    def _count(self, report: Report) -> None:
+    def _note(self, report: Report) -> None:
         if report.failed:
             self.counters[f"full_prefill: {report.problem}"] += 1
         self.counters["missing_chunks"] += report.missing_chunks
         self.counters["corrupt_chunks"] += report.corrupt_chunks
+        self.in_memory -= set(report.left_memory)
+        self.in_memory |= set(report.entered_memory)
 
     async def capture(self, token_ids: list[int], task: CaptureTask | AverageTask) -> float:
         """Prefill `token_ids` and store the KV of the task's span. Returns the seconds it took.

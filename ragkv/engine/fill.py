@@ -4,6 +4,7 @@ A layer's KV is read, checked, rotated and written just before that layer attend
 one layer is held. Knows nothing about policies.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,18 +14,22 @@ import torch
 
 from ragkv.engine.job import Job, Report, Span
 from ragkv.engine.subset import Piece, SubsetForward
+from ragkv.errors import StoreError
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.shift import shift_weights, shifted
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
+logger = logging.getLogger(__name__)
+
 
 class BadSpanError(Exception):
-    """A span whose KV turned out to be missing or damaged after the load had begun."""
+    """A span whose KV turned out to be missing or damaged after the load had begun. is_corrupt: it is there, and of no
+    use to anybody."""
 
-    def __init__(self, span: Span, reason: str) -> None:
+    def __init__(self, span: Span, reason: str, *, is_corrupt: bool = False) -> None:
         super().__init__(f"chunk {span.chunk_hash}: {reason}")
-        self.span = span
+        self.span, self.is_corrupt = span, is_corrupt
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,27 @@ class Source:
         try:
             kv = snapshot.get(self.key(span), layer)
         except CorruptRecordError as error:
-            raise BadSpanError(span, f"layer {layer}: {error}") from error
+            raise BadSpanError(span, f"layer {layer}: {error}", is_corrupt=True) from error
         if kv is None:
             raise BadSpanError(span, f"layer {layer} is missing")
         attention = self.subset.layers[layer]
         expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
         if tuple(kv.k.shape) != expected:
-            raise BadSpanError(span, f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}")
+            reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
+            raise BadSpanError(span, reason, is_corrupt=True)
         device, rotation = self.subset.device, self.rotations[layer]
         kv = LayerKV(kv.k.to(device), kv.v.to(device), kv.base_position, kv.spread)
         if rotation is None or span.start == kv.base_position:
             return Loaded(span, kv.k, kv)
         return Loaded(span, rotation.rotate(kv.k, span.start - kv.base_position), kv)
+
+    def discard_if_corrupt(self, error: BadSpanError) -> None:
+        """So that nobody reads it again, and it is captured anew."""
+        if error.is_corrupt:
+            try:
+                self.store.discard(self.key(error.span))
+            except StoreError as problem:
+                logger.warning("bad KV stays in the store: %s", problem)
 
     def check_still_there(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
         """Raise BadSpanError if one of these spans was deleted or replaced since it was first read."""
@@ -111,7 +125,10 @@ class Fill:
                 if layer + 1 < len(self._subset.layers):  # is read while this one is computed
                     for span in spans_at(layer + 1):
                         snapshot.prefetch(self._source.key(span), layer + 1)
+                load_begin = time.perf_counter()
                 loaded = [self.load(snapshot, layer, s, taught(s, k, v) if taught else None) for s in spans_at(layer)]
+                if self._report.trace is not None:
+                    self._report.trace.append((stage, layer, load_begin, time.perf_counter()))
                 return see(layer, q, k, v, loaded) if see else None
 
             if len(positions):

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 
 from ragkv.engine.fill import BadSpanError, Fill, Source, piece, rows_in
-from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span
+from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
 from ragkv.engine.probes import Deviations, Votes
-from ragkv.errors import StoreError
 from ragkv.policies import (
     DEVIATION,
     GRADUAL,
@@ -43,37 +42,34 @@ class Fusion:
         A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness.
         """
         assert isinstance(job.task, FuseTask)
-        report = Report(prefix_tokens=job.num_prefix)
+        report = Report(prefix_tokens=job.num_prefix, trace=[] if job.task.trace else None)
         wanted = job.task.spans if job.task.policy.name != "full" else ()
         present = [span for span in wanted if self.source.store.contains(self.source.key(span))]
         report.missing_chunks = len(wanted) - len(present)
         report.lost_chunks = [span.chunk_hash for span in wanted if span not in present]
         self.source.store.use(map(self.source.key, wanted))
+        in_memory = [span for span in present if self.source.store.in_memory(self.source.key(span))]
+        report.memory_tokens = sum(span.end - span.start for span in in_memory)
         while True:
             try:
                 yield from _Request(self.source, job, present, report).run(slice_tokens)
                 break
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
-                report.corrupt_chunks += 1
+                report.corrupt_chunks += error.is_corrupt
+                report.missing_chunks += not error.is_corrupt
                 report.lost_chunks.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
-                self._discard(error.span)
+                self.source.discard_if_corrupt(error)
+        report.entered_memory, report.left_memory = self.source.store.memory_changes()
         num_unusable = report.missing_chunks + report.corrupt_chunks
         if num_unusable:
-            report.problem = f"{num_unusable} of {len(job.task.spans)} chunks had no usable KV in the store"
+            report.problem = missing_kv(num_unusable, len(job.task.spans))
         elif report.evenness is not None and report.evenness < job.task.policy.full_below:
             report.problem = f"the question asks for all of the text: evenness {report.evenness:.3f}"
         elif report.policy != job.task.policy.label:
             report.problem = "less than half of the prompt is cached"
         return report
-
-    def _discard(self, span: Span) -> None:
-        """So that nobody reads it again, and it is captured anew."""
-        try:
-            self.source.store.discard(self.source.key(span))
-        except StoreError as error:
-            logger.warning("bad KV stays in the store: %s", error)
 
     def score(self, job: Job, slice_tokens: Callable[[], int]) -> Generator[None, None, Report]:
         """Fuse the prompt proper, then run each continuation behind it."""

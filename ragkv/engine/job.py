@@ -24,11 +24,13 @@ class Span:
 class FuseTask:
     """Fill the KV of the whole prompt but its last token from these spans and a subset forward.
 
-    Spans are sorted and don't overlap. Prompt tokens outside of them have no cached KV and are computed.
+    Spans are sorted and don't overlap. Prompt tokens outside of them have no cached KV and are computed. trace: report
+    the times of each layer.
     """
 
     spans: tuple[Span, ...]
     policy: Policy
+    trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class AverageTask:
 Task = FuseTask | ScoreTask | CaptureTask | AverageTask
 
 
+def missing_kv(num_chunks: int, num_all: int) -> str:
+    """How it is told."""
+    return f"{num_chunks} of {num_all} chunks had no usable KV in the store"
+
+
 def task_to_params(task: Task) -> dict[str, Any]:
     """As a request's `kv_transfer_params`: plain data."""
     return {PARAMS_KEY: {"task": type(task).__name__, **dataclasses.asdict(task)}}
@@ -97,7 +104,7 @@ def task_from_params(params: dict[str, Any] | None) -> Task | None:
 
 def _fuse_task(fields: dict[str, Any]) -> FuseTask:
     policy = Policy(**{**fields["policy"], "layers": tuple(fields["policy"]["layers"])})
-    return FuseTask(tuple(Span(**span) for span in fields["spans"]), policy)
+    return FuseTask(tuple(Span(**span) for span in fields["spans"]), policy, fields["trace"])
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,10 @@ class Report:
     counts as a chunk. lost_chunks: the hashes of both.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
     covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
+    memory_tokens: of the chunks that lay in the store's memory. entered_memory, left_memory: the hashes of the chunks
+    that have come there, and gone, since the last report.
+    trace: for each pass and layer, if the task asks: the pass's stage, the layer, and when its load began and ended, in
+    seconds of `time.perf_counter`, which all processes of a machine share.
     evenness: of that attention (`ragkv.policies.evenness`).
     logprobs: of a ScoreTask, float32 bytes `[m, V]` for each continuation.
     problem: why a chunk, or the whole job, was computed instead (None if all went well).
@@ -133,12 +144,16 @@ class Report:
     missing_chunks: int = 0
     corrupt_chunks: int = 0
     lost_chunks: list[str] = field(default_factory=list)
+    memory_tokens: int = 0
+    entered_memory: list[str] = field(default_factory=list)
+    left_memory: list[str] = field(default_factory=list)
     load_ms: float = 0.0
     probe_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
     covered: float | None = None
     evenness: float | None = None
+    trace: list[tuple[str, int, float, float]] | None = None
     logprobs: list[bytes] = field(default_factory=list)
     problem: str | None = None
     failed: bool = False

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ragkv.store import codecs
 from ragkv.store.codecs import CODECS, FP8, INT8, RAW
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode
 
@@ -89,3 +90,11 @@ def test_a_record_says_its_codec(codec, spread):
         damaged[position] ^= 16
         with pytest.raises(CorruptRecordError):
             decode(b"key", bytes(damaged))
+
+
+def test_every_e4m3_number_is_read_as_torch_reads_it():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[~numbers.float().isnan()].view(1, -1, 1)
+    for scale in (1.0, 0.37, 1e-30):
+        scales = torch.full((1, numbers.shape[1], 1), scale)
+        assert torch.equal(codecs._times(numbers, scales), numbers.float() * scales)

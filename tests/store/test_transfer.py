@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -75,6 +76,21 @@ def test_everything_arrives_as_it_was(source, target):
     assert len(told) == 4 and sum(told) == len(data) - 2 * ALIGNMENT
     assert records_of(target) == records_of(source)
     assert target.verify().problems == []
+
+
+def test_an_import_obeys_the_budget(source, tmp_path):
+    data, _ = exported(source)
+    budget = sum(source.sizes().values()) // 2
+    pinned = make_key(9)
+    with closing(SegmentStore(tmp_path / "small", disk_bytes=budget)) as small:
+        small.put([(pinned, make_layers(9))])
+        small.hint([pinned.chunk_hash], "pin")
+        imported(data, small)
+        assert sum(small.sizes().values()) <= budget and small.contains(pinned)
+        small.hint([make_key(n).chunk_hash for n in (1, 2, 3)], "pin")
+        done = imported(data, small)
+        assert sum(small.sizes().values()) <= budget
+        assert done.problems and all("budget has no room" in problem for problem in done.problems)
 
 
 def test_codecs_are_kept(source, target, tmp_path):

@@ -1,0 +1,96 @@
+"""Lost KV is captured again, when nobody waits, and never at the cost of an answer."""
+
+import asyncio
+
+import pytest
+
+from ragkv import recapture
+from ragkv.errors import StoreError
+from ragkv.recapture import Recapture
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(recapture, "IDLE_S", 0.02)
+
+
+def run(play, capture):
+    async def played():
+        captured = []
+
+        async def record(chunk_hash):
+            captured.append(chunk_hash)
+            return await capture(chunk_hash)
+
+        lost = Recapture(record)
+        await play(lost, captured)
+        await lost.close()
+        return lost, captured
+
+    return asyncio.run(played())
+
+
+async def succeed(chunk_hash):
+    return chunk_hash != "gone"
+
+
+def test_each_lost_chunk_is_captured_once():
+    async def play(lost, captured):
+        lost.add(["a", "b"])
+        lost.add(["b", "gone"])
+        await asyncio.sleep(0.2)
+        lost.add(["a"])
+        await asyncio.sleep(0.2)
+
+    lost, captured = run(play, succeed)
+    assert captured == ["a", "b", "gone", "a"]
+    assert (lost.num_captured, lost.num_failed) == (3, 0)
+
+
+def test_nothing_is_captured_while_somebody_waits():
+    async def play(lost, captured):
+        with lost.answering(), lost.answering():
+            lost.add(["a"])
+            await asyncio.sleep(0.1)
+            assert captured == []
+        await asyncio.sleep(0.2)
+
+    assert run(play, succeed)[1] == ["a"]
+
+
+@pytest.mark.parametrize("error", [StoreError("the disk is full"), RuntimeError("the engine died")])
+def test_after_a_failure_it_rests_and_then_goes_on(monkeypatch, error, caplog):
+    monkeypatch.setattr(recapture, "PAUSE_S", 0.2)
+    errors = [error]
+
+    async def fail_once(chunk_hash):
+        if errors:
+            raise errors.pop()
+        return True
+
+    async def play(lost, captured):
+        lost.add(["a", "b"])
+        await asyncio.sleep(0.1)
+        lost.add(["a"])  # not within the pause
+        await asyncio.sleep(0.2)
+        assert captured == ["a"]
+        lost.add(["b"])
+        await asyncio.sleep(0.1)
+
+    lost, captured = run(play, fail_once)
+    assert captured == ["a", "b"]
+    assert (lost.num_captured, lost.num_failed) == (1, 1)
+    assert str(error) in caplog.text
+
+
+def test_closing_ends_a_capture():
+    async def last_for_ever(chunk_hash):
+        await asyncio.sleep(3600)
+        return True
+
+    async def play(lost, captured):
+        lost.add(["a"])
+        await asyncio.sleep(0.1)
+
+    lost, captured = run(play, last_for_ever)
+    assert captured == ["a"] and lost.num_captured == 0
