@@ -1,20 +1,31 @@
-"""`ragkv eval swap`: recompute or load? TTFT by prompt length, share of the prompt that is stored, and bandwidth.
+"""`ragkv eval swap`: recompute or load? TTFT by prompt length, by what of it is stored and where, by record size, batch
+and bandwidth.
 
 For each combination three ways on one engine, interleaved: vLLM's own prefill, fusion of all that is stored, and what
-the controller chooses. Bandwidth is that of the store's reads, throttled. Medians over the rounds.
+the controller chooses. Medians over the rounds. Reads are the store's own, without its memory tier: what is "near" lies
+in the system's memory.
 """
 
+import asyncio
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
 
 from ragkv import models
 from ragkv.bench import Bench, without
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
-from ragkv.controller import Plan, Profile
+from ragkv.controller import Profile
 from ragkv.engine.engine import Engine
 from ragkv.engine.job import FuseTask
 from ragkv.errors import ModelError
@@ -22,22 +33,33 @@ from ragkv.planning import planned
 from ragkv.policies import Policy
 from ragkv.profiling import load_of, measure
 from ragkv.prompt import Prompt, PromptLayout
+from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
+_ARMS = ("mib_s", "share", "near", "chunk_tokens", "batch")  # what a picture holds fixed
 
-async def run(
-    config: Config,
-    tokens: Sequence[int],
-    shares: Sequence[float],
-    bandwidths: Sequence[float | None],
-    repeats: int,
-    emit: Callable[[dict[str, Any]], None],
-) -> None:
-    """`emit` a row for each combination as soon as it is known. bandwidths: in MiB/s, None for the disk's own."""
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to combine. tokens: lengths of the prompt. shares: of its chunks that are stored. near: shares of these that
+    the system has in memory; the others are read from the disk. batches: how many requests at a time. bandwidths: of
+    the store's reads, in MiB/s, None for the disk's own."""
+
+    tokens: Sequence[int]
+    shares: Sequence[float] = (1.0,)
+    near: Sequence[float] = (1.0,)
+    chunk_tokens: Sequence[int] = (512,)
+    batches: Sequence[int] = (1,)
+    bandwidths: Sequence[float | None] = (None,)
+    repeats: int = 3
+
+
+async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], None]) -> None:
+    """`emit` a row for each combination as soon as it is known."""
     folder = models.resolve(config.model.name, config.home)
     layout = PromptLayout(folder)
     policy = Policy.of(config.answer.policy, config.answer.budget)
-    for bandwidth in bandwidths:
+    for bandwidth in sweep.bandwidths:
         with tempfile.TemporaryDirectory(prefix="ragkv-swap-") as store_folder:
             options = {**config.store.options(), "read_mib_s": bandwidth}
             engine = await Engine.start(folder, config.model, Path(store_folder), "0" * 32, options)
@@ -46,48 +68,117 @@ async def run(
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
                 store = SegmentStore(Path(store_folder))
                 kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, captures=1)
-                bench = Bench(engine, layout, folder, kv, store, config.index.chunk_tokens)
-                profile = await measure(bench, kv, policy, store, engine.max_model_len)
-                for num_tokens in tokens:
-                    prompt, digests = await bench.prepare(max(num_tokens, bench.shortest))
-                    whole = kv.task(prompt, digests, policy, store)
-                    for share in shares:
-                        missing = range(1, 1 + round((1 - share) * len(digests)))
-                        task = without(whole, missing)
-                        row = await _measure(bench, prompt, task, profile, kv, store, repeats)
-                        emit({"mib_s": bandwidth, "share": share, "model": config.model.name, **row})
+                for chunk_tokens in sweep.chunk_tokens:
+                    bench = Bench(engine, layout, folder, kv, store, chunk_tokens)
+                    profile = await measure(bench, kv, policy, store, engine.max_model_len)
+                    if profile is None:
+                        raise ModelError(f"nothing to measure: the context of {config.model.name} is too short to fuse")
+                    for num_tokens in sweep.tokens:
+                        prompt, digests = await bench.prepare(max(num_tokens, bench.shortest))
+                        whole = kv.task(prompt, digests, policy, store)
+                        for share, near, batch in itertools.product(sweep.shares, sweep.near, sweep.batches):
+                            task = without(whole, range(1, 1 + round((1 - share) * len(digests))))
+                            far = [kv.key(span) for span in task.spans[1 + round(near * (len(task.spans) - 1)) :]]
+                            case = _Case(bench, prompt, task, profile, kv, store, far, batch)
+                            arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
+                            emit({**arm, "model": config.model.name, **await case.measure(sweep.repeats)})
             finally:
                 await engine.close()
 
 
-async def _measure(
-    bench: Bench,
-    prompt: Prompt,
-    task: FuseTask,
-    profile: Profile,
-    kv: ChunkKV,
-    store: SegmentStore,
-    repeats: int,
-) -> dict[str, Any]:
-    times: dict[str, list[float]] = {"prefill": [], "fuse": [], "controller": []}
-    found: Plan | None = None
-    for _ in range(1 + repeats):
-        for name, collected in times.items():
-            request: FuseTask | None = task if name == "fuse" else None
-            if name == "controller":
-                found, request = planned(profile, len(prompt.token_ids), task, kv, store)
-            collected.append((await bench.ask(prompt, request)).ttft_ms)
-    assert found is not None
-    medians = {name: median(collected[1:]) for name, collected in times.items()}  # the first round warms up
-    best = min(medians["prefill"], medians["fuse"])
-    return {
-        "tokens": len(prompt.token_ids),
-        "policy": task.policy.label,
-        **{f"{name}_ms": round(ms, 1) for name, ms in medians.items()},
-        "way": found.way,
-        "predicted_prefill_ms": round(found.prefill_ms, 1),
-        "predicted_fuse_ms": round(profile.fused_ms(load_of(len(prompt.token_ids), task)), 1),
-        "over_prefill_ms": round(medians["controller"] - medians["prefill"], 1),
-        "over_best_ms": round(medians["controller"] - best, 1),
-        "repeats": repeats,
-    }
+@dataclass(frozen=True)
+class _Case:
+    """One combination. far: the chunks that the system hasn't got in memory."""
+
+    bench: Bench
+    prompt: Prompt
+    task: FuseTask
+    profile: Profile
+    kv: ChunkKV
+    store: SegmentStore
+    far: Sequence[ChunkKey]
+    batch: int
+
+    async def measure(self, repeats: int) -> dict[str, Any]:
+        times: dict[str, list[float]] = {"prefill": [], "fuse": [], "controller": []}
+        num_tokens, found = len(self.prompt.token_ids), None
+        for _ in range(1 + repeats):
+            for name, collected in times.items():
+                self.store.drop_cached(self.far)
+                request: FuseTask | None = self.task if name == "fuse" else None
+                if name == "controller":
+                    found, request = planned(self.profile, num_tokens, self.task, self.kv, self.store)
+                collected.append(await self._ttft_ms(request))
+        assert found is not None
+        medians = {name: median(collected[1:]) for name, collected in times.items()}  # the first round warms up
+        best = min(medians["prefill"], medians["fuse"])
+        far = set(self.far)
+        cold = sum(span.end - span.start for span in self.task.spans if self.kv.key(span) in far)
+        load = replace(load_of(num_tokens, self.task), cold=cold)
+        return {
+            "tokens": num_tokens,
+            "policy": self.task.policy.label,
+            **{f"{name}_ms": round(ms, 1) for name, ms in medians.items()},
+            "way": found.way,
+            "predicted_prefill_ms": round(found.prefill_ms, 1),
+            "predicted_fuse_ms": round(self.profile.fused_ms(load), 1),
+            "over_prefill_ms": round(medians["controller"] - medians["prefill"], 1),
+            "over_best_ms": round(medians["controller"] - best, 1),
+            "repeats": repeats,
+        }
+
+    async def _ttft_ms(self, request: FuseTask | None) -> float:
+        """The median over the requests of a batch, all sent at once."""
+        asked = await asyncio.gather(*(self.bench.ask(self.prompt, request) for _ in range(self.batch)))
+        return median(timed.ttft_ms for timed in asked)
+
+
+def break_even(rows: Sequence[dict[str, Any]], prefix: str = "") -> float | None:
+    """The prompt length from which fusion is quicker than full prefill, between two that were measured; None if it is
+    at all of them, or at none. prefix: `predicted_` for the profile's."""
+    points = sorted((row["tokens"], row[f"{prefix}prefill_ms"] - row[f"{prefix}fuse_ms"]) for row in rows)
+    for (tokens, gain), (more_tokens, more_gain) in itertools.pairwise(points):
+        if gain <= 0 < more_gain:
+            return float(tokens + (more_tokens - tokens) * -gain / (more_gain - gain))
+    return None
+
+
+def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """TTFT by prompt length, measured and predicted, with the break-even: a picture for each of the other settings."""
+    arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        arms.setdefault(tuple(row[name] for name in _ARMS), []).append(row)
+    columns = min(3, len(arms))
+    lines = -(-len(arms) // columns)
+    size = (5 * columns, 4 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for ax, (arm, found) in zip(axes.flat, arms.items(), strict=False):
+        _draw_arm(ax, sorted(found, key=lambda row: row["tokens"]))
+        bandwidth, share, near, chunk_tokens, batch = arm
+        where = f"{near:.0%} near" + ("" if bandwidth is None else f", {bandwidth:g} MiB/s")
+        ax.set_title(f"{share:.0%} stored, {where}\nchunks of {chunk_tokens}, batch {batch}", fontsize=10)
+    for ax in axes.flat[len(arms) :]:
+        ax.set_axis_off()
+    axes[0, 0].legend(fontsize=8)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def _draw_arm(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
+    tokens = np.array([row["tokens"] for row in rows])
+    for name, color in (("prefill", "tab:red"), ("fuse", "tab:blue")):
+        ax.plot(tokens, [row[f"{name}_ms"] for row in rows], "o-", color=color, label=name)
+        predicted = [row[f"predicted_{name}_ms"] for row in rows]
+        ax.plot(tokens, predicted, "x--", color=color, alpha=0.6, label=f"{name}, predicted")
+    chosen = [row["controller_ms"] for row in rows]
+    ax.plot(tokens, chosen, "s", color="black", markerfacecolor="none", markersize=9, label="controller")
+    for prefix, style in (("", "-"), ("predicted_", "--")):
+        if (length := break_even(rows, prefix)) is not None:
+            ax.axvline(length, color="gray", linestyle=style, linewidth=1)
+            height = 0.9 if prefix else 0.96  # of the axes
+            ax.text(length, height, f" {length:,.0f}", fontsize=8, color="gray", transform=ax.get_xaxis_transform())
+    ax.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, ms")
+    ax.set_xticks(tokens, [f"{n:,}" for n in tokens], rotation=60, fontsize=8)
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)

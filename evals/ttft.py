@@ -41,7 +41,7 @@ async def run(
     folder = models.resolve(config.model.name, config.home)
     layout = PromptLayout(folder)
     with tempfile.TemporaryDirectory(prefix="ragkv-ttft-") as store:
-        engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.options())
+        engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.worker_options())
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
@@ -50,7 +50,10 @@ async def run(
             bench = Bench(engine, layout, folder, kv, opened, config.index.chunk_tokens)
 
             def drop(task: FuseTask) -> None:
-                opened.drop_cached(map(kv.key, task.spans))
+                keys = [key for key in map(kv.key, task.spans) if opened.contains(key)]
+                for key in keys:  # what is written anew, the worker doesn't take from its memory
+                    opened.put_records(key, opened.records(key) or [])
+                opened.drop_cached(keys)
 
             for num_tokens in tokens:
                 prompt, digests = await bench.prepare(num_tokens)

@@ -149,11 +149,45 @@ def faults(
         raise typer.Exit(1)
 
 
+def churn(
+    seconds: Annotated[float, typer.Option(min=1, help="How long to work, after the kills.")] = 300,
+    kills: Annotated[int, typer.Option(min=0, help="How often the process is killed at work before that.")] = 0,
+    disk_gib: Annotated[float, typer.Option(help="Budget of the store's disk.")] = 0.5,
+    memory_gib: Annotated[float, typer.Option(help="Budget of the store's memory.")] = 0.125,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything at random.")] = 0,
+    at: Annotated[Path | None, typer.Option(hidden=True, help="Only work, in this home.")] = None,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Index, change, remove and ask within small budgets; kill it, and see what is lost and what grows."""
+    budgets = {} if at else {"store": {"disk_gib": disk_gib, "memory_gib": memory_gib}}
+    config = load_config(config_file, home=at or home, model={"name": model, "dtype": dtype}, **budgets)
+    prepare(log_file(config), verbose)
+    from ragkv.evals import churn as evaluation
+
+    if at:
+        evaluation.work_here(config, seconds, seed)
+        return
+    with err.status("starting") as status:
+        (row,) = evaluation.run(config, seconds, kills, seed, status.update)
+    typer.echo(json.dumps(row)) if as_json else output.print_churn(row)
+    if row["problems"]:
+        raise typer.Exit(1)
+
+
 def swap(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "64,128,256,512,1024,2048,4096",
     shares: Annotated[str, typer.Option(help="Shares of the chunks that are stored.")] = "0,0.5,1",
+    near: Annotated[str, typer.Option(help="Shares of these that the system has in memory.")] = "1",
+    chunk_tokens: Annotated[str, typer.Option(help="Tokens of a chunk, so of a record.")] = "512",
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1",
     bandwidths: Annotated[str, typer.Option(help="Of the store's reads, in MiB/s; 0 is the disk's own.")] = "0,400,50",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="A picture of it.")] = None,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -163,11 +197,13 @@ def swap(
 ) -> None:
     """Recompute or load: full prefill, fusion, and the controller's choice between them."""
     config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
-    lengths = _parse_lengths(tokens)
+    lengths, sizes = _parse_lengths(tokens), _parse_lengths(chunk_tokens, "--chunk-tokens")
     stored, speeds = _parse_numbers(shares, "--shares"), _parse_numbers(bandwidths, "--bandwidths")
+    where, at_a_time = _parse_numbers(near, "--near"), _parse_lengths(batches, "--batches")
     prepare(log_file(config), verbose)
     from ragkv.evals import swap as evaluation
 
+    sweep = evaluation.Sweep(lengths, stored, where, sizes, at_a_time, [speed or None for speed in speeds], repeats)
     rows: list[dict[str, Any]] = []
 
     def emit(row: dict[str, Any]) -> None:
@@ -176,9 +212,40 @@ def swap(
             typer.echo(json.dumps(row))
 
     with err.status("measuring"), log_in_errors(config):
-        asyncio.run(evaluation.run(config, lengths, stored, [speed or None for speed in speeds], repeats, emit))
+        asyncio.run(evaluation.run(config, sweep, emit))
+    if out is not None:
+        evaluation.draw(rows, out)
     if not as_json:
         output.print_swap(rows)
+
+
+def timeline(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt, in tokens.")] = 4096,
+    policy: Annotated[str, typer.Option(help="With its budget.")] = "query:0.05",
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Draw what one request reads, loads and computes, and when: with KV from the disk and from memory."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
+    from ragkv.policies import Policy
+
+    parsed = Policy.parse(policy)
+    prepare(log_file(config), verbose)
+    from ragkv.evals import timeline as evaluation
+
+    with err.status("measuring"), log_in_errors(config):
+        rows = asyncio.run(evaluation.run(config, tokens, parsed, out))
+    for row in rows:
+        if as_json:
+            typer.echo(json.dumps(row))
+    if not as_json:
+        output.print_timeline(rows)
+        err.print(f"picture: {out}", style="dim", markup=False)
 
 
 def _parse_numbers(text: str, option: str) -> list[float]:
@@ -188,13 +255,11 @@ def _parse_numbers(text: str, option: str) -> list[float]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from None
 
 
-def _parse_lengths(text: str) -> list[int]:
+def _parse_lengths(text: str, option: str = "--tokens") -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(
-            f"{text!r} is not a list of positive numbers with commas between", param_hint="--tokens"
-        )
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers with commas between", param_hint=option)
     return lengths
