@@ -2,10 +2,13 @@
 export PYTHONSAFEPATH = 1
 export RAGKV_HOME ?= $(CURDIR)/.ragkv
 
+# Test processes side by side, a module to each: those that start an engine share the cores out.
+WORKERS ?= 2
+PYTEST = .venv/bin/pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 QUESTION ?= What does ragkv do with the KV cache of a chunk?
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo check test clean
+.PHONY: help setup models demo lint check test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -21,14 +24,16 @@ demo: models  ## Index this project's documents and ask a question, with and wit
 	.venv/bin/ragkv ask "$(QUESTION)" --compare
 	@echo "The embedded model has 135 million parameters and writes accordingly; --model takes a better one."
 
-check: setup  ## Format, lint, types and the fast tests
+lint: setup  ## Format, lint and types
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
 	.venv/bin/mypy
-	.venv/bin/pytest -q -m "not engine"
+
+check: lint  ## The same, and the fast tests
+	$(PYTEST) -m "not engine"
 
 test: models  ## Every test, also those that start a real vLLM engine
-	.venv/bin/pytest -q
+	$(PYTEST)
 
 clean:  ## Remove .venv, caches and build outputs (keeps models and KV in .ragkv)
 	rm -rf .venv build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache

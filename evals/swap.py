@@ -8,7 +8,6 @@ in the system's memory.
 
 import asyncio
 import itertools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +20,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from ragkv import models
-from ragkv.bench import Bench, without
+from ragkv.bench import Bench, stand, without
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.controller import Profile
-from ragkv.engine.engine import Engine
 from ragkv.engine.job import FuseTask
 from ragkv.errors import ModelError
 from ragkv.planning import planned
 from ragkv.policies import Policy
 from ragkv.profiling import load_of, measure
-from ragkv.prompt import Prompt, PromptLayout
+from ragkv.prompt import Prompt
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -56,34 +53,23 @@ class Sweep:
 
 async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], None]) -> None:
     """`emit` a row for each combination as soon as it is known."""
-    folder = models.resolve(config.model.name, config.home)
-    layout = PromptLayout(folder)
     policy = Policy.of(config.answer.policy, config.answer.budget)
     for bandwidth in sweep.bandwidths:
-        with tempfile.TemporaryDirectory(prefix="ragkv-swap-") as store_folder:
-            options = {**config.store.options(), "read_mib_s": bandwidth}
-            engine = await Engine.start(folder, config.model, Path(store_folder), "0" * 32, options)
-            try:
-                if engine.unsupported:
-                    raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-                store = SegmentStore(Path(store_folder))
-                kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, captures=1)
-                for chunk_tokens in sweep.chunk_tokens:
-                    bench = Bench(engine, layout, folder, kv, store, chunk_tokens)
-                    profile = await measure(bench, kv, policy, store, engine.max_model_len)
-                    if profile is None:
-                        raise ModelError(f"nothing to measure: the context of {config.model.name} is too short to fuse")
-                    for num_tokens in sweep.tokens:
-                        prompt, digests = await bench.prepare(max(num_tokens, bench.shortest))
-                        whole = kv.task(prompt, digests, policy, store)
-                        for share, near, batch in itertools.product(sweep.shares, sweep.near, sweep.batches):
-                            task = without(whole, range(1, 1 + round((1 - share) * len(digests))))
-                            far = [kv.key(span) for span in task.spans[1 + round(near * (len(task.spans) - 1)) :]]
-                            case = _Case(bench, prompt, task, profile, kv, store, far, batch)
-                            arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
-                            emit({**arm, "model": config.model.name, **await case.measure(sweep.repeats)})
-            finally:
-                await engine.close()
+        async with stand(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
+            for chunk_tokens in sweep.chunk_tokens:
+                bench = on.bench(chunk_tokens)
+                profile = await measure(bench, on.kv, policy, on.store, on.engine.max_model_len)
+                if profile is None:
+                    raise ModelError(f"nothing to measure: the context of {config.model.name} is too short to fuse")
+                for num_tokens in sweep.tokens:
+                    prompt, digests = await bench.prepare(max(num_tokens, bench.shortest))
+                    whole = on.kv.task(prompt, digests, policy, on.store)
+                    for share, near, batch in itertools.product(sweep.shares, sweep.near, sweep.batches):
+                        task = without(whole, range(1, 1 + round((1 - share) * len(digests))))
+                        far = [on.kv.key(span) for span in task.spans[1 + round(near * (len(task.spans) - 1)) :]]
+                        case = _Case(bench, prompt, task, profile, on.kv, on.store, far, batch)
+                        arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
+                        emit({**arm, "model": config.model.name, **await case.measure(sweep.repeats)})
 
 
 @dataclass(frozen=True)

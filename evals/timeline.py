@@ -7,7 +7,6 @@ segment files the system holds in memory, looked at every few milliseconds.
 import asyncio
 import ctypes
 import mmap
-import tempfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +21,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from ragkv import models
-from ragkv.bench import Bench, Timed
-from ragkv.chunk_kv import ChunkKV
+from ragkv.bench import Timed, stand
 from ragkv.config import Config
-from ragkv.engine.engine import Engine
-from ragkv.errors import ModelError
 from ragkv.policies import Policy
-from ragkv.prompt import PromptLayout
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -119,30 +113,20 @@ async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> lis
     Without a memory tier (`store.memory_gib`), which would leave nothing to read. Raises ConfigError for a length that
     the model's context can't hold.
     """
-    folder = models.resolve(config.model.name, config.home)
-    layout = PromptLayout(folder)
-    with tempfile.TemporaryDirectory(prefix="ragkv-timeline-") as store_folder:
-        engine = await Engine.start(folder, config.model, Path(store_folder), "0" * 32, config.store.options())
-        try:
-            if engine.unsupported:
-                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            store = SegmentStore(Path(store_folder))
-            kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, config.index.captures)
-            bench = Bench(engine, layout, folder, kv, store, config.index.chunk_tokens)
-            prompt, digests = await bench.prepare(num_tokens)
-            task = replace(kv.task(prompt, digests, policy, store), trace=True)
-            keys = [kv.key(span) for span in task.spans]
-            for _ in range(_WARM_UP):
-                trace = (await bench.ask(prompt, task)).report.trace or []
-            num_layers = 1 + max(layer for _, layer, _, _ in trace)
-            residency = Residency(store, keys, num_layers)
-            timelines = {}
-            for name in ("memory", "disk"):
-                if name == "disk":
-                    store.drop_cached(keys)
-                timelines[name] = await _watched(bench.ask(prompt, task), residency)
-        finally:
-            await engine.close()
+    async with stand(config, config.index.captures, config.store.options()) as on:
+        bench = on.bench(config.index.chunk_tokens)
+        prompt, digests = await bench.prepare(num_tokens)
+        task = replace(on.kv.task(prompt, digests, policy, on.store), trace=True)
+        keys = [on.kv.key(span) for span in task.spans]
+        for _ in range(_WARM_UP):
+            trace = (await bench.ask(prompt, task)).report.trace or []
+        num_layers = 1 + max(layer for _, layer, _, _ in trace)
+        residency = Residency(on.store, keys, num_layers)
+        timelines = {}
+        for name in ("memory", "disk"):
+            if name == "disk":
+                on.store.drop_cached(keys)
+            timelines[name] = await _watched(bench.ask(prompt, task), residency)
     _draw(
         timelines, f"{len(prompt.token_ids):,} tokens, {policy.label}, {config.model.name} in {config.model.dtype}", out
     )

@@ -4,22 +4,15 @@ Everything runs on one engine, interleaved: in each round the baseline, then eve
 request; nothing is taken from vLLM's prefix cache by either side. Medians over the rounds.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ragkv import models
-from ragkv.bench import Bench, Timed
-from ragkv.chunk_kv import ChunkKV
+from ragkv.bench import Bench, Timed, stand
 from ragkv.config import Config
-from ragkv.engine.engine import Engine
 from ragkv.engine.job import FuseTask
-from ragkv.errors import ModelError
 from ragkv.policies import Policy
-from ragkv.prompt import Prompt, PromptLayout
-from ragkv.store.segment_store import SegmentStore
+from ragkv.prompt import Prompt
 
 
 async def run(
@@ -38,30 +31,20 @@ async def run(
     each policy also with KV that the system hasn't got in memory. Raises ConfigError for a length that the model's
     context can't hold.
     """
-    folder = models.resolve(config.model.name, config.home)
-    layout = PromptLayout(folder)
-    with tempfile.TemporaryDirectory(prefix="ragkv-ttft-") as store:
-        engine = await Engine.start(folder, config.model, Path(store), "0" * 32, config.store.worker_options())
-        try:
-            if engine.unsupported:
-                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            opened = SegmentStore(Path(store))
-            kv = ChunkKV(layout.anchor, "0" * 32, engine.kv_heads, config.index.captures)
-            bench = Bench(engine, layout, folder, kv, opened, config.index.chunk_tokens)
+    async with stand(config, config.index.captures, config.store.worker_options()) as on:
+        bench = on.bench(config.index.chunk_tokens)
 
-            def drop(task: FuseTask) -> None:
-                keys = [key for key in map(kv.key, task.spans) if opened.contains(key)]
-                for key in keys:  # what is written anew, the worker doesn't take from its memory
-                    opened.put_records(key, opened.records(key) or [])
-                opened.drop_cached(keys)
+        def drop(task: FuseTask) -> None:
+            keys = [key for key in map(on.kv.key, task.spans) if on.store.contains(key)]
+            for key in keys:  # what is written anew, the worker doesn't take from its memory
+                on.store.put_records(key, on.store.records(key) or [])
+            on.store.drop_cached(keys)
 
-            for num_tokens in tokens:
-                prompt, digests = await bench.prepare(num_tokens)
-                tasks = [kv.task(prompt, digests, policy, opened) for policy in policies]
-                for row in await _measure(bench, prompt, tasks, repeats, drop if cold else None):
-                    emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
-        finally:
-            await engine.close()
+        for num_tokens in tokens:
+            prompt, digests = await bench.prepare(num_tokens)
+            tasks = [on.kv.task(prompt, digests, policy, on.store) for policy in policies]
+            for row in await _measure(bench, prompt, tasks, repeats, drop if cold else None):
+                emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
 
 
 async def _measure(

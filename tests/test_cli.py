@@ -417,18 +417,23 @@ def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 STARTING = textwrap.dedent("""
-    import multiprocessing, time
+    import multiprocessing, signal, time
     from ragkv.cli.session import stoppable
 
+    def deaf():  # as a process is before its first step
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+
     with stoppable():
-        child = multiprocessing.Process(target=time.sleep, args=(60,))
-        child.start()
+        children = [multiprocessing.Process(target=time.sleep, args=(300,)), multiprocessing.Process(target=deaf)]
+        for child in children:
+            child.start()
         try:
-            print(child.pid, flush=True)
+            print(*(child.pid for child in children), flush=True)
             while True:
                 time.sleep(1)
         except BaseException:  # as some library might
-            time.sleep(60)
+            time.sleep(300)
 """)
 
 
@@ -436,19 +441,23 @@ STARTING = textwrap.dedent("""
 def test_a_start_is_stopped_at_once_with_its_processes(home: Path, signum: int, status: int) -> None:
     command = [sys.executable, "-c", STARTING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        child = int(process.stdout.readline())
+        children = list(map(int, process.stdout.readline().split()))
         process.send_signal(signum)
-        assert process.communicate(timeout=45)[1].count("Traceback") == 0
+        assert process.communicate(timeout=120)[1].count("Traceback") == 0
         assert process.returncode == status
+    assert len(children) == 2 and all(_ends(child) for child in children)
+
+
+def _ends(pid: int) -> bool:
     for _ in range(100):
         try:
-            os.kill(child, 0)
+            os.kill(pid, 0)
         except ProcessLookupError:
-            return
-        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # ended; nobody reaps orphans here
-            return
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":  # ended; nobody reaps orphans here
+            return True
         time.sleep(0.05)
-    pytest.fail("the child lives on")
+    return False
 
 
 def test_reading_files_ends_with_the_bars() -> None:

@@ -29,6 +29,8 @@ QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 
+_PATIENCE_S = 3  # what a process that is told to end may take for it
+
 
 def prepare(log: Path | None, verbose: bool) -> None:
     """Before vLLM is imported: keep it from talking in between. What its processes say goes to `log`, or to stderr."""
@@ -103,10 +105,15 @@ def stoppable() -> Iterator[None]:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         err.show_cursor()
-        for child in multiprocessing.active_children():
+        children = multiprocessing.active_children() if os.getpid() == owner else []  # a fork has this handler too
+        for child in children:
             child.terminate()
+        for child in children:
+            child.join(_PATIENCE_S)  # a signal that reaches a forked Python process before its first step is lost
+            child.kill()
         os._exit(128 + signum)
 
+    owner = os.getpid()
     before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -8,6 +8,10 @@ import pytest
 from engine_harness import QUESTIONS, Harness
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same core spin against each other
+    worker, workers = (os.environ[name] for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"))
+    share = sorted(os.sched_getaffinity(0))[int(worker.removeprefix("gw")) :: int(workers)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "auto")
 
 from ragkv import models
 from ragkv.bench import text_tokens

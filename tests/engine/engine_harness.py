@@ -14,7 +14,7 @@ from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
 FINGERPRINT = "f" * 32
-CHUNK_TOKENS = 300
+CHUNK_TOKENS = 160
 QUESTIONS = [
     "Which statement handles an exception?",
     "How is a class defined, and what is a metaclass?",

@@ -1,11 +1,7 @@
 """Documents to answers, end to end: the real pipeline and the real endpoint, in float32."""
 
 import asyncio
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -15,7 +11,6 @@ import pytest
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.errors import ContextTooLongError, DocumentError, StoreError
-from ragkv.home import Home
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
@@ -327,62 +322,3 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         assert other.plan is None and other.policy == "none"
     finally:
         pipeline._profile = None
-
-
-def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp_path):
-    """Killed at two moments, its whole process group: each time the store verifies, and at the end all is in."""
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "models").symlink_to(smollm.parent)
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    words = sorted(TOPICS.values())
-    for i in range(24):
-        text = " ".join(random.Random(i).choices(words, k=20))
-        (folder / f"{i}.txt").write_text(f"Document {i}. {text}")
-    environment = {
-        **os.environ,
-        "RAGKV_HOME": str(tmp_path / "home"),
-        "RAGKV_ANSWER__CONTROLLER": "false",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    command = [sys.executable, "-m", "ragkv", "index", str(folder)]
-    config = Config(home=tmp_path / "home")
-    log = tmp_path / "log"
-    for records in (1, 900):  # among the first captures, among the averages
-        with log.open("w") as output:
-            process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
-        deadline = time.monotonic() + 120
-        while process.poll() is None and _num_records(config) < records and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        store = Home(config.home).open_store()
-        assert store.verify().problems == [], log.read_text()
-        store.close()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with Home(config.home).open_catalog() as catalog:
-        assert len(catalog.documents()) == 24
-        hashes = catalog.chunk_hashes()
-    store = Home(config.home).open_store()
-    assert store.verify().problems == []
-    assert hashes < set(store.chunk_hashes())
-    assert store.stats().num_chunks == len(hashes) + 1  # and the anchor
-    store.close()
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "24 unchanged" in again.stdout
-    assert "starting vLLM" in done.stderr and "starting vLLM" not in again.stderr  # nothing to prefill
-
-
-def _num_records(config):
-    if not (config.home / "kv" / "index.db").exists():
-        return 0
-    try:
-        store = Home(config.home).open_store()
-    except StoreError:
-        return 0
-    try:
-        return store.stats().num_records
-    finally:
-        store.close()
