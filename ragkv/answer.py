@@ -8,6 +8,40 @@ from ragkv.store.eviction import Hint
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What was asked, and answered."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A question, what went before it, oldest first, and what its author wants heeded in all answers."""
+
+    question: str
+    turns: tuple[Turn, ...] = ()
+    instruction: str = ""
+
+    @property
+    def questions(self) -> list[str]:
+        """Oldest first."""
+        return [*(turn.question for turn in self.turns), self.question]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, in vLLM's words; greedily by default."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+@dataclass(frozen=True)
 class AnswerOptions:
     """What a caller may choose for one question.
 
@@ -20,6 +54,7 @@ class AnswerOptions:
     max_tokens: int
     fresh: bool = False
     hint: Hint | None = None
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,29 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import xxhash
 
 from ragkv import models
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.answer import (
+    Answer,
+    AnswerEvent,
+    AnswerOptions,
+    Conversation,
+    Delta,
+    Retrieved,
+    Source,
+    Timings,
+    Turn,
+    Usage,
+)
 from ragkv.bench import Bench
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.controller import Plan, Profile
+from ragkv.conversation import Threads, fit, in_one_turn
 from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.job import ROOT_HASH, FuseTask, Span, missing_kv
 from ragkv.errors import ContextTooLongError, DocumentError, StoreError
@@ -65,6 +77,7 @@ class Pipeline:
         self._store: SegmentStore = home.open_store()
         self._starting = asyncio.Lock()
         self._recapture = Recapture(self._capture_again)
+        self._threads = Threads()
         policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(home.path / "profile.json", owner.fingerprint, config.store.codec, policy)
         self._profile = self._profiles.load()
@@ -353,43 +366,50 @@ class Pipeline:
         await kv.capture(engine, self._store, chunks, self._others(kv, chunks, [digest], vectors))
         return True
 
-    async def answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
+    async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
 
-        Chunks that don't fit into the context are left out, worst first. Closing the generator frees everything.
-        Raises ContextTooLongError if the question alone doesn't fit.
+        Chunks that don't fit into the context are left out, worst first, and so are earlier turns, oldest first.
+        Closing the generator frees everything. Raises ContextTooLongError if the question alone doesn't fit.
         """
+        conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
         with self._recapture.answering():
-            async with aclosing(self._answer(question, options)) as events:
+            async with aclosing(self._answer(conversation, options)) as events:
                 async for event in events:
                     yield event
 
-    async def _answer(self, question: str, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
+    async def _answer(self, asked: Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         engine = await self.start()
         begin = time.perf_counter()
-        question_tokens = self._fitting_question(question, options.max_tokens, engine.max_model_len)
-        hits = await asyncio.to_thread(self._retriever.search, question, options.top_k)
-        hits = self._fitting_hits(hits, len(question_tokens) + options.max_tokens, engine.max_model_len)
-        prompt = self._layout.assemble([hit.chunk.token_ids for hit in hits], question_tokens)
-        sources = self._sources(hits)
+        conversation = asked if self._layout.takes_turns or not asked.turns else in_one_turn(asked)
+        room = engine.max_model_len - options.max_tokens
+        self._check_question(conversation, options.max_tokens, engine.max_model_len)
+        found = await asyncio.to_thread(self._search, asked.questions, options.top_k)
+        fitted = fit(self._layout, conversation, found[-len(conversation.questions) :], room)
+        prompt, sources = fitted.prompt, self._sources(fitted.found)
         yield Retrieved(sources)
-        digests = [hit.chunk.chunk_hash for hit in hits]
+        digests = [hit.chunk.chunk_hash for hit in fitted.hits]
         kv = self._chunk_kv(engine)
         task = kv.task(prompt, digests, options.policy, self._store)
         plan: Plan | None = None
         request: FuseTask | None = task
-        if self._profile is not None and self.config.answer.controller and task.policy.title == self._profile.policy:
-            in_memory = engine.in_memory
-            plan, request = planned(self._profile, len(prompt.token_ids), task, kv, self._store, in_memory)
+        thread = (options.policy.label, options.top_k, asked.instruction)
+        goes_on = self._layout.takes_turns and not options.fresh  # vLLM may have the KV of the turns before
+        salt = self._threads.take(asked.turns, *thread) if goes_on else None
+        profile = self._profile if self.config.answer.controller and salt is None else None
+        if profile is not None and task.policy.title == profile.policy:
+            plan, request = planned(profile, len(prompt.token_ids), task, kv, self._store, engine.in_memory)
         missing: list[str] = []
         if request is None:  # the worker doesn't see it, so nobody else tells
             missing = [span.chunk_hash for span in task.spans if not self._store.contains(kv.key(span))]
         policy = options.policy if request is not None else Policy("full")
-        salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
+        if salt is None:
+            salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
         submitted = time.perf_counter()
         ttft_ms, texts, num_tokens = 0.0, [], 0
         output = EngineOutput("", [])
-        outputs = engine.generate(prompt.token_ids, request, max_tokens=options.max_tokens, salt=salt)
+        sampling = {**asdict(options.sampling), "stop": list(options.sampling.stop)}
+        outputs = engine.generate(prompt.token_ids, request, max_tokens=options.max_tokens, salt=salt, **sampling)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.token_ids and not num_tokens:
@@ -400,6 +420,8 @@ class Pipeline:
                     yield Delta(output.text)
         if options.hint is not None:
             await self._hint(digests, options.hint)
+        if goes_on and salt is not None and policy.recomputes_some:
+            self._threads.keep(salt, [*asked.turns, Turn(asked.question, "".join(texts))], *thread)
         lost = output.report.lost_chunks if output.report else missing
         if self._fuses and options.policy.name != "full":
             self._recapture.add([*lost, *kv.without_average(task)])
@@ -425,27 +447,21 @@ class Pipeline:
         except StoreError as error:  # the answer is there all the same
             logger.warning("a hint isn't kept: %s", error)
 
-    def _fitting_question(self, question: str, max_tokens: int, max_model_len: int) -> list[int]:
-        tokens = self._layout.question_tokens(question)
-        limit = max_model_len - len(self._layout.anchor) - max_tokens
-        if len(tokens) > limit:
+    def _check_question(self, conversation: Conversation, max_tokens: int, max_model_len: int) -> None:
+        question, instruction = conversation.question, conversation.instruction
+        num_tokens = len(self._layout.question_tokens(question)) + len(self._layout.instruction_tokens(instruction))
+        limit = max(0, max_model_len - len(self._layout.anchor) - max_tokens)
+        if num_tokens > limit:
             raise ContextTooLongError(
-                f"the question has {len(tokens)} tokens; with an answer of up to {max_tokens} tokens, at most "
-                f"{max(0, limit)} fit into the model's context of {max_model_len}",
-                len(tokens),
-                max(0, limit),
+                f"the question has {num_tokens} tokens; with an answer of up to {max_tokens} tokens, at most {limit} "
+                f"fit into the model's context of {max_model_len}",
+                num_tokens,
+                limit,
             )
-        return tokens
 
-    def _fitting_hits(self, hits: list[Hit], num_other_tokens: int, max_model_len: int) -> list[Hit]:
-        room = max_model_len - len(self._layout.anchor) - num_other_tokens
-        fitting = []
-        for hit in hits:
-            room -= len(hit.chunk.token_ids)
-            if room < 0:
-                break
-            fitting.append(hit)
-        return fitting
+    def _search(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
+        """For each question, heeding those before it."""
+        return [self._retriever.search(text, top_k, questions[:i]) for i, text in enumerate(questions)]
 
     def _sources(self, hits: Sequence[Hit]) -> list[Source]:
         titles = {document.id: document.title for document in self._catalog.documents()}

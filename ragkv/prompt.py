@@ -1,9 +1,12 @@
-"""Lays out the prompt: anchor, chunks, question. Knows nothing about KV or retrieval.
+"""Lays out the prompt: anchor, chunks, question; in a conversation, each turn's chunks before its question. Knows
+nothing about KV or retrieval.
 
 The anchor is everything that stands before the first chunk, the same for every request: chunks are captured behind it,
-so that they see the real attention sink. The three parts are tokenised apart, so a chunk has the same tokens anywhere.
+so that they see the real attention sink. The parts are tokenised apart, so a chunk has the same tokens anywhere, and a
+conversation's prompt begins with the one of the turn before.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from ragkv.errors import ModelError
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
-_CHUNKS, _QUESTION = "\u241echunks\u241e", "\u241equestion\u241e"  # stand for the parts while the template is rendered
+_CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class PromptLayout:
     """The parts of a model's prompts that don't change, tokenised once.
 
     Uses the model's chat template where it has one. instruction stands before the chunks, asking between them and the
-    question. Raises ModelError if the folder has no usable tokenizer.
+    question. takes_turns: whether the template puts one turn behind the other and leaves the anchor as it is. Raises
+    ModelError if the folder has no usable tokenizer.
     """
 
     def __init__(self, model: Path, instruction: str | None = None, asking: str | None = None) -> None:
@@ -40,15 +44,30 @@ class PromptLayout:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             raise ModelError(f"no usable tokenizer in {model}: {error}") from error
-        before, between, after = self._render()
+        before, between, after = _parts(self._render([self._user_text]))
         self.anchor: list[int] = self._encode(before)
         self._asking: list[int] = self._encode(between)
         self._closing: list[int] = self._encode(after)
+        try:
+            again = _parts(self._render([self._user_text, _ANSWER, self._user_text]))
+        except ModelError:
+            again = []
+        self.takes_turns = [*again[:2], *again[4:]] == [before, between, between, after]
+        self._answering, self._reopening = map(self._encode, again[2:4] if self.takes_turns else ("", ""))
 
-    def question_tokens(self, question: str) -> list[int]:
-        """What follows the chunks. Control tokens spelt out in the question become ordinary text."""
-        text: list[int] = self._tokenizer.encode(question, add_special_tokens=False, split_special_tokens=True)
-        return [*self._asking, *text, *self._closing]
+    def question_tokens(self, question: str, answer: str | None = None) -> list[int]:
+        """What follows a turn's chunks: up to the answer, or with it up to the place of the next turn's chunks.
+
+        Control tokens spelt out in either become ordinary text.
+        """
+        asked = [*self._asking, *self._plain(question)]
+        if answer is None:
+            return [*asked, *self._closing]
+        return [*asked, *self._answering, *self._plain(answer), *self._reopening]
+
+    def instruction_tokens(self, instruction: str) -> list[int]:
+        """The asker's own instruction, to stand before a question's tokens."""
+        return self._plain(f"{instruction}\n\n") if instruction else []
 
     @property
     def eos_token_id(self) -> int | None:
@@ -56,42 +75,55 @@ class PromptLayout:
         return token_id
 
     def assemble(self, chunks: Sequence[Sequence[int]], question: Sequence[int]) -> Prompt:
-        """Put the parts together, chunks in the order given."""
+        """Put the parts of one turn together, chunks in the order given."""
+        return self.converse([(chunks, question)])
+
+    def converse(self, turns: Sequence[tuple[Sequence[Sequence[int]], Sequence[int]]]) -> Prompt:
+        """Put turns together, oldest first: of each its chunks, and the tokens behind them."""
         token_ids, ranges = list(self.anchor), []
-        for chunk in chunks:
-            ranges.append((len(token_ids), len(token_ids) + len(chunk)))
-            token_ids += chunk
-        return Prompt([*token_ids, *question], len(self.anchor), ranges)
+        for chunks, question in turns:
+            for chunk in chunks:
+                ranges.append((len(token_ids), len(token_ids) + len(chunk)))
+                token_ids += chunk
+            token_ids += question
+        return Prompt(token_ids, len(self.anchor), ranges)
+
+    def _plain(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return token_ids
 
     def _encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
-    def _render(self) -> tuple[str, str, str]:
-        """The prompt's fixed text: before the chunks, between them and the question, after the question."""
-        user = self._user_text
-        if not self._tokenizer.chat_template:
-            start = self._tokenizer.bos_token or ""
-            text = f"{start}{self._instruction}\n\n{user}\nAnswer:"
-        else:
-            text = self._apply_template(user)
-        before, rest = text.split(_CHUNKS)
-        between, after = rest.split(_QUESTION)
-        return before, between, after
+    def _render(self, messages: Sequence[str]) -> str:
+        """A conversation as text, up to the answer: user's messages and the model's by turns."""
+        if self._tokenizer.chat_template:
+            return self._apply_template(messages)
+        closings = ("\nAnswer:", "\n\n")  # of a question, of an answer
+        turns = "".join(message + closings[i % 2] for i, message in enumerate(messages))
+        return f"{self._tokenizer.bos_token or ''}{self._instruction}\n\n{turns}"
 
-    def _apply_template(self, user: str) -> str:
+    def _apply_template(self, messages: Sequence[str]) -> str:
         """Some templates know no system role; there the instruction opens the user's message."""
+        first, *others = messages
+        rest = [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(others)]
         conversations = (
-            [{"role": "system", "content": self._instruction}, {"role": "user", "content": user}],
-            [{"role": "user", "content": f"{self._instruction}\n\n{user}"}],
+            [{"role": "system", "content": self._instruction}, {"role": "user", "content": first}, *rest],
+            [{"role": "user", "content": f"{self._instruction}\n\n{first}"}, *rest],
         )
-        for messages in conversations:
+        for conversation in conversations:
             try:
-                text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates raise whatever their author chose
                 problem = error
                 continue
-            if isinstance(text, str) and self._instruction in text and user in text:
+            if isinstance(text, str) and self._instruction in text and all(message in text for message in messages):
                 return text
             problem = ValueError("it drops or changes the message")
         raise ModelError(f"the model's chat template can't be used: {problem}")
+
+
+def _parts(text: str) -> list[str]:
+    """The fixed text around the chunks, questions and answers."""
+    return re.split(f"{_CHUNKS}|{_QUESTION}|{_ANSWER}", text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,10 @@ import numpy.typing as npt
 from ragkv.errors import ConfigError
 from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.index import VectorIndex
+
+_EARLIER = 0.3  # the weight of a question's vector in the search for the one that follows it: docs/log.md, 2026-11-22
+_NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
+_NUM_VECTORS = 1024  # questions that are asked again as a conversation goes on
 
 
 class QuestionEmbedder(Protocol):
@@ -32,16 +37,22 @@ class Retriever:
     def __init__(self, catalog: Catalog, index: VectorIndex, embedder: QuestionEmbedder) -> None:
         self._catalog = catalog
         self._index = index
-        self._embedder = embedder
+        self._vector = lru_cache(_NUM_VECTORS)(embedder.embed_question)
 
-    def search(self, question: str, top_k: int) -> list[Hit]:
+    def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
         """Return up to `top_k` chunks, best first; a text that several documents share comes once.
+
+        earlier: the questions that were asked before in the same conversation, oldest first.
 
         Brings the index up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue fails.
         """
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
-        vector = self._embedder.embed_question(question)
+        vector = self._vector(question)
+        if earlier:
+            recent = [question, *reversed(earlier)]
+            mean = np.sum([_EARLIER**i * self._vector(text) for i, text in enumerate(recent[:_NUM_EARLIER])], axis=0)
+            vector = mean / np.linalg.norm(mean)
         num_asked = top_k
         while True:
             self._index.sync(self._catalog)

@@ -20,7 +20,7 @@ ONLY_IN = {
     "sqlite3": ("retriever/catalog.py", "store/index.py", "store/segment_store.py"),
     "sentence_transformers": ("retriever/embedder.py",),
     "typer": ("ragkv/cli/",),
-    "fastapi": ("ragkv/server.py",),
+    "fastapi": ("ragkv/server/",),
 }
 
 

@@ -157,7 +157,7 @@ async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions",
 
 def _as_json(answer: "Answer") -> dict[str, Any]:
     """As the server's /v1/answer has it."""
-    from ragkv.server import AnswerResponse
+    from ragkv.server.answers import AnswerResponse
 
     return AnswerResponse.of(answer).model_dump()
 
@@ -200,7 +200,7 @@ def serve(
     config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Answer questions over HTTP until stopped: POST /v1/answer, GET /healthz, GET /readyz, and /docs to read."""
+    """Answer questions over HTTP until stopped: POST /v1/answer, and OpenAI's /v1/chat/completions; more at /docs."""
     config = load_config(
         config_file,
         home=home,

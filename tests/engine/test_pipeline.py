@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved
+from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Retrieved, Sampling, Turn
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.errors import ContextTooLongError, DocumentError, StoreError
 from ragkv.pipeline import Pipeline
@@ -74,8 +74,11 @@ def rewrite(store):
 
 
 async def events_of(pipeline, question, policy="query:0.15", top_k=6, max_tokens=12, **options):
-    choice = AnswerOptions(Policy.parse(policy), top_k, max_tokens, **options)
-    return [event async for event in pipeline.answer(question, choice)]
+    return await drained(pipeline.answer(question, AnswerOptions(Policy.parse(policy), top_k, max_tokens, **options)))
+
+
+async def drained(events):
+    return [event async for event in events]
 
 
 def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
@@ -106,6 +109,60 @@ def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, p
     prompt = Prompt([], end, [(end, end + 5), (end + 5, end + 9), (end + 9, end + 12)])
     task = kv.task(prompt, [*known, "f" * 32], Policy("none"), store)
     assert [span.anchor_hash for span in task.spans[1:]] == [kv.anchor_hash, kv.average_hash, kv.anchor_hash]
+
+
+def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
+    """With everything recomputed a second turn is exact; with less, the KV of the first is kept for it alone."""
+
+    def ask(question, turns=(), policy="query:1.0", **options):
+        asked = Conversation(question, turns, "Be kind.")
+        return runner.run(events_of(pipeline, asked, policy, 2, **options))[-1]
+
+    for policy in ("query:1.0", "query:0.2"):
+        first = ask(QUESTIONS[1], policy=policy)
+        turns = (Turn(QUESTIONS[1], first.text.strip()),)
+        exact = ask(QUESTIONS[2], turns, policy, fresh=True)
+        second = ask(QUESTIONS[2], turns, policy)
+        again = ask(QUESTIONS[3], turns, policy)
+        assert second.sources[0].title == "bees" and again.sources[0].title == "glass"
+        assert second.usage.prefix_tokens >= 128 * (first.usage.prompt_tokens // 128) > 0
+        assert again.usage.prefix_tokens == 0  # another's question isn't answered from it
+        assert second.usage.prompt_tokens == exact.usage.prompt_tokens > first.usage.prompt_tokens
+        if policy == "query:1.0":
+            assert second.text == exact.text == ask(QUESTIONS[2], turns, "full", fresh=True).text
+        third = ask(QUESTIONS[3], (*turns, Turn(QUESTIONS[2], second.text)), policy)
+        assert third.usage.prefix_tokens >= 128 * (second.usage.prompt_tokens // 128)
+
+
+def test_tokens_are_drawn_as_asked(runner, pipeline):
+    def ask(**sampling):
+        options = AnswerOptions(Policy.parse("query:0.15"), 2, 24, fresh=True, sampling=Sampling(**sampling))
+        *_, answer = runner.run(drained(pipeline.answer(QUESTIONS[0], options)))
+        return answer
+
+    greedy = ask()
+    drawn = [ask(temperature=1.5, seed=seed).text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and greedy.text not in drawn
+    word = greedy.text.split()[2]
+    stopped = ask(stop=(word,))
+    assert stopped.text == greedy.text[: greedy.text.index(word)] and stopped.finish_reason == "stop"
+
+
+def test_openais_client_gets_the_same_answer(runner, pipeline):
+    async def ask():
+        transport = httpx.ASGITransport(create_app(pipeline))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+            body = {"messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 12}
+            chosen = {"policy": "query", "budget": 0.15, "top_k": 6}
+            done = (await client.post("/v1/chat/completions", json={**body, "ragkv": chosen})).json()
+            plain = (
+                await client.post("/v1/answer", json={"question": QUESTIONS[1], "max_tokens": 12, **chosen})
+            ).json()
+        return done, plain
+
+    done, plain = runner.run(ask())
+    assert done["choices"][0]["message"]["content"] == plain["answer"]
+    assert done["ragkv"]["sources"] == plain["sources"]
 
 
 def test_full_is_full_prefill(runner, pipeline):

@@ -1,0 +1,100 @@
+"""Fits a conversation into the model's context: which chunks stand before which of its questions.
+
+A turn's prompt begins with the prompt and the answer of the turn before, whose KV vLLM may still have. So chunks stay
+where they are, and a chunk found again isn't repeated, until the context is full: then the chunks of all earlier turns
+go at once, and where that isn't enough, the oldest turns. What is dropped depends on the conversation alone, so that
+the next turn drops the same.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragkv.answer import Conversation, Turn
+from ragkv.prompt import Prompt, PromptLayout
+from ragkv.retriever.retriever import Hit
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The prompt, the chunks in it by their place, and those of the last question, which may stand before others."""
+
+    prompt: Prompt
+    hits: list[Hit]
+    found: list[Hit]
+
+
+def fit(layout: PromptLayout, conversation: Conversation, found: Sequence[Sequence[Hit]], room: int) -> Fitted:
+    """found: for each question of the conversation, best first. room: tokens of the prompt; anchor, instruction and the
+    last question must fit by themselves."""
+    own = layout.instruction_tokens(conversation.instruction)
+    asked = [layout.question_tokens(question) for question in conversation.questions]
+    answered = [layout.question_tokens(turn.question, turn.answer) for turn in conversation.turns]
+    room -= len(layout.anchor) + len(own)
+    placed: list[list[Hit]] = []
+    first = 0  # the oldest turn that is left
+    for i, hits in enumerate(found):
+        text = sum(map(len, answered[first:i])) + len(asked[i])
+        new = _without(hits, placed)
+        if i and text + _size([*placed, new]) > room:
+            placed = [[] for _ in placed]
+            while first < i and text > room:
+                text -= len(answered[first])
+                first += 1
+            new = list(hits)
+        while new and text + _size([*placed, new]) > room:
+            new.pop()
+        placed.append(new)
+    tokens = [*answered[first:], asked[-1]]
+    tokens[0] = [*own, *tokens[0]]
+    turns = [([hit.chunk.token_ids for hit in hits], t) for hits, t in zip(placed[first:], tokens, strict=True)]
+    left_out = {hit.chunk.chunk_hash for hit in _without(found[-1], placed)}
+    return Fitted(
+        layout.converse(turns),
+        [hit for hits in placed for hit in hits],
+        [hit for hit in found[-1] if hit.chunk.chunk_hash not in left_out],
+    )
+
+
+def _without(hits: Sequence[Hit], placed: Sequence[Sequence[Hit]]) -> list[Hit]:
+    there = {hit.chunk.chunk_hash for turn in placed for hit in turn}
+    return [hit for hit in hits if hit.chunk.chunk_hash not in there]
+
+
+def _size(placed: Sequence[Sequence[Hit]]) -> int:
+    return sum(len(hit.chunk.token_ids) for turn in placed for hit in turn)
+
+
+class Threads:
+    """Under which salt vLLM caches the KV of the conversations that may go on.
+
+    Fused KV was made for one question, so that only the conversation that asked it may build upon it: the first that
+    goes on takes the salt with it. Losing one costs time only.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        self._salts: OrderedDict[str, str] = OrderedDict()
+        self._size = size
+
+    def take(self, turns: Sequence[Turn], *context: object) -> str | None:
+        """The salt of the conversation that came to these turns in this context."""
+        return self._salts.pop(_key(turns, context), None)
+
+    def keep(self, salt: str, turns: Sequence[Turn], *context: object) -> None:
+        self._salts[_key(turns, context)] = salt
+        if len(self._salts) > self._size:
+            self._salts.popitem(last=False)
+
+
+def _key(turns: Sequence[Turn], context: Sequence[object]) -> str:
+    """Clients may strip what they were given."""
+    said = [(turn.question.strip(), turn.answer.strip()) for turn in turns]
+    return hashlib.blake2b(repr((said, context)).encode(), digest_size=16).hexdigest()
+
+
+def in_one_turn(conversation: Conversation) -> Conversation:
+    """The same as one question, for models whose template can't put turns behind each other."""
+    said = [f"Question: {turn.question}\nAnswer: {turn.answer}" for turn in conversation.turns]
+    question = "\n".join([*said, f"Question: {conversation.question}"])
+    return Conversation(question, (), conversation.instruction)

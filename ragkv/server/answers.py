@@ -1,0 +1,96 @@
+"""`POST /v1/answer`: a question in, an answer or server-sent events out."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field, field_validator
+
+from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, Usage
+from ragkv.server.wire import (
+    CLIENT_CLOSED_REQUEST,
+    ERRORS,
+    STREAM,
+    Choices,
+    Pipeline,
+    PlanResponse,
+    SourceResponse,
+    as_json,
+    check_ready,
+    last_of,
+    streaming,
+    unless_disconnected,
+)
+
+
+class AnswerRequest(Choices):
+    """What isn't given comes from the server's configuration."""
+
+    question: str = Field(min_length=1, max_length=100_000)
+    max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
+    stream: bool = Field(False, description="Answer with server-sent events: `sources`, `delta`…, `done`, or `error`")
+
+    @field_validator("question")
+    @classmethod
+    def _not_blank(cls, question: str) -> str:
+        if not question.strip():
+            raise ValueError("is blank")
+        return question
+
+
+class AnswerResponse(BaseModel):
+    answer: str
+    sources: list[SourceResponse] = Field(description="In the order of the prompt")
+    policy: str = Field(description="What was really used")
+    fallback: str | None = Field(description="What kept KV from being reused, if anything")
+    usage: Usage
+    timings: Timings
+    plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
+    finish_reason: str
+
+    @classmethod
+    def of(cls, answer: Answer) -> "AnswerResponse":
+        return cls(
+            answer=answer.text,
+            sources=[SourceResponse.of(source) for source in answer.sources],
+            policy=answer.policy,
+            fallback=answer.fallback,
+            usage=answer.usage,
+            timings=answer.timings,
+            plan=PlanResponse.model_validate(answer.plan, from_attributes=True) if answer.plan else None,
+            finish_reason=answer.finish_reason,
+        )
+
+
+def answers(pipeline: Pipeline) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ERRORS})
+    async def answer(body: AnswerRequest, request: Request) -> Response | AnswerResponse:
+        """Answer a question from the indexed documents."""
+        options = body.options(pipeline.config.answer, body.max_tokens)
+        check_ready(pipeline)
+        events = pipeline.answer(body.question, options)
+        # The first event is awaited before any status is sent, so that what is known by then gets its own.
+        first = await unless_disconnected(request, anext(events))
+        if first is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if body.stream:
+            return streaming(first, events, _frames, lambda error: _sse_event("error", error))
+        last = await unless_disconnected(request, last_of(events))
+        return AnswerResponse.of(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    return router
+
+
+def _frames(event: AnswerEvent) -> Iterable[str]:
+    if isinstance(event, Retrieved):
+        sources = [SourceResponse.of(source).model_dump() for source in event.sources]
+        return [_sse_event("sources", {"sources": sources})]
+    if isinstance(event, Delta):
+        return [_sse_event("delta", {"text": event.text})]
+    return [_sse_event("done", AnswerResponse.of(event).model_dump(exclude={"answer", "sources"}))]
+
+
+def _sse_event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\ndata: {as_json(data)}\n\n"

@@ -1,0 +1,267 @@
+"""OpenAI's chat completions: any client of theirs gets answers from the documents.
+
+https://platform.openai.com/docs/api-reference/chat: what this server can't do is refused by name, what makes no
+difference to an answer is passed over. Sources and figures come in the extension field `ragkv`, options in the
+request's field of the same name (`extra_body` in OpenAI's own client).
+"""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
+from ragkv.server.answers import AnswerResponse
+from ragkv.server.wire import (
+    CLIENT_CLOSED_REQUEST,
+    ERRORS,
+    STREAM,
+    Choices,
+    ErrorResponse,
+    Pipeline,
+    SourceResponse,
+    as_json,
+    check_ready,
+    last_of,
+    streaming,
+    unless_disconnected,
+)
+
+_EXTENSION = {"answer", "finish_reason"}  # what an answer's extension leaves out: it stands elsewhere
+# Fields that change nothing here: who asks, how it is billed or stored, and what goes with tools.
+_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+}
+# Fields whose only value that can be honoured is the one that asks for nothing.
+_ONLY: dict[str, Sequence[Any]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+
+
+class TextPart(BaseModel):
+    type: Literal["text"] = Field(description="Only text can be read")
+    text: str
+
+
+class Message(BaseModel):
+    """Fields beside these, as a client sends an earlier answer back, are passed over."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, Field(max_length=1_000_000)] | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=1000,
+        description="The last one is the user's. System messages are heeded beside the server's own instruction; what "
+        "an assistant says before any user is left out",
+    )
+    model: str | None = Field(None, description="The model being served, as /v1/models has it")
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0, greedy, unless given")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] | None = Field(None, max_length=100)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ragkv: Choices = Choices()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        """What OpenAI knows and this server can't do, by name."""
+        if not isinstance(body, dict):
+            return body
+        for name, values in _ONLY.items():
+            if body.get(name) is not None and body[name] not in values:
+                only = f"; {' or '.join(map(as_json, values))} can stand there" if values else ""
+                raise ValueError(f"{name} can't be used here: leave it out{only}")
+        return {name: value for name, value in body.items() if name not in _ONLY and name not in _WITHOUT_EFFECT}
+
+    @field_validator("messages")
+    @classmethod
+    def _asks(cls, messages: list[Message]) -> list[Message]:
+        if messages[-1].role != "user" or not messages[-1].text.strip():
+            raise ValueError("the last message must be the user's, with some text: the question")
+        return messages
+
+    def conversation(self) -> Conversation:
+        """Messages of one side in a row are one."""
+        own = "\n\n".join(m.text for m in self.messages if m.role in ("system", "developer"))
+        said = [message for message in self.messages if message.role in ("user", "assistant")]
+        sides = [(role, "\n\n".join(m.text for m in group)) for role, group in groupby(said, lambda m: m.role)]
+        if sides[0][0] == "assistant":
+            del sides[0]
+        texts = [text for _, text in sides]
+        return Conversation(texts[-1], tuple(map(Turn, texts[:-1:2], texts[1::2])), own)
+
+    def sampling(self) -> Sampling:
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
+        given |= {name: getattr(self, name) for name in ("frequency_penalty", "presence_penalty")}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling(**{name: value for name, value in given.items() if value is not None}, stop=stop)
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    index: int = 0
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int = Field(description="Not computed now: from vLLM's prefix cache or from the store")
+
+
+class ChatUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, answer: Answer) -> "ChatUsage":
+        usage = answer.usage
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=CachedTokens(cached_tokens=usage.prefix_tokens + usage.reused_tokens),
+        )
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int = Field(description="Seconds since 1970")
+    model: str
+    choices: list[Choice]
+    usage: ChatUsage
+    ragkv: dict[str, Any] = Field(description="As /v1/answer has it: sources, policy, usage, timings, plan, fallback")
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ragkv"
+    max_model_len: int | None = Field(description="Longest prompt and answer in tokens; null: the model's own")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def chat(pipeline: Pipeline) -> APIRouter:
+    router, started = APIRouter(), int(time.time())
+    config = pipeline.config
+    not_found: dict[int | str, dict[str, Any]] = {
+        404: {"model": ErrorResponse, "description": "Another model is served"}
+    }
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        """The model that answers."""
+        card = ModelCard(id=config.model.name, created=started, max_model_len=config.model.max_model_len)
+        return ModelList(data=[card])
+
+    @router.post("/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **not_found, **ERRORS})
+    async def complete(body: ChatRequest, request: Request) -> Response | ChatResponse:
+        """Answer the last message of a conversation from the indexed documents."""
+        if body.model not in (None, config.model.name):
+            raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
+        options = body.ragkv.options(config.answer, body.max_completion_tokens or body.max_tokens, body.sampling())
+        check_ready(pipeline)
+        events = pipeline.answer(body.conversation(), options)
+        first = await unless_disconnected(request, anext(events))
+        if first is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        completion = _Completion(config.model.name)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return streaming(first, events, lambda e: completion.frames(e, with_usage), completion.error_frame)
+        last = await unless_disconnected(request, last_of(events))
+        return completion.response(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    return router
+
+
+class _Completion:
+    """One completion on its way out."""
+
+    def __init__(self, model: str) -> None:
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def response(self, answer: Answer) -> ChatResponse:
+        choice = Choice(message=ChatMessage(content=answer.text), finish_reason=_finish_reason(answer))
+        extension = AnswerResponse.of(answer).model_dump(exclude=_EXTENSION)
+        return ChatResponse(**self._head, choices=[choice], usage=ChatUsage.of(answer), ragkv=extension)
+
+    def frames(self, event: AnswerEvent, with_usage: bool) -> Iterable[str]:
+        if isinstance(event, Retrieved):
+            sources = [SourceResponse.of(source).model_dump() for source in event.sources]
+            yield self._frame({"role": "assistant", "content": ""}, ragkv={"sources": sources})
+        elif isinstance(event, Delta):
+            yield self._frame({"content": event.text})
+        else:
+            extension = AnswerResponse.of(event).model_dump(exclude={*_EXTENSION, "sources"})
+            yield self._frame({}, _finish_reason(event), ragkv=extension)
+            if with_usage:
+                yield self._data({"choices": [], "usage": ChatUsage.of(event).model_dump()})
+            yield "data: [DONE]\n\n"
+
+    def _frame(self, delta: dict[str, str], finish_reason: str | None = None, **fields: Any) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._data({"choices": [choice], **fields})
+
+    def _data(self, data: dict[str, Any]) -> str:
+        return f"data: {as_json({**self._head, 'object': 'chat.completion.chunk', **data})}\n\n"
+
+    @staticmethod
+    def error_frame(error: dict[str, Any]) -> str:
+        return f"data: {as_json(error)}\n\ndata: [DONE]\n\n"
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "length" if answer.finish_reason == "length" else "stop"

@@ -1,0 +1,216 @@
+"""What all endpoints share: errors as statuses, server-sent events, clients that go away, and an answer's parts."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
+from ragkv.config import AnswerConfig, Config
+from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
+from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
+from ragkv.store.eviction import HINTS, Hint
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody is there to read it
+STATUSES: dict[type[RagKVError], int] = {ContextTooLongError: 413, ConfigError: 422}  # any other: 500
+T = TypeVar("T")
+
+
+class Pipeline(Protocol):
+    """What is served. `answer` is closed, which cancels the generation, when the client goes away."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]: ...
+
+    @property
+    def counters(self) -> dict[str, int]: ...
+
+    async def close(self) -> None: ...
+
+
+class Choices(BaseModel):
+    """How one question is to be answered. What isn't given comes from the server's configuration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    top_k: int | None = Field(None, ge=1, le=100, description="Chunks to retrieve")
+    policy: str | None = Field(
+        None,
+        description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items())
+        + f"; `+shift`: {SHIFT}; `+full`: {FULL}",
+        examples=[*DESCRIPTIONS, "query+shift"],
+    )
+    budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")
+    hint: Hint | None = Field(
+        None,
+        description="How the KV of the chunks found is treated from now on when room is needed: "
+        + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
+    )
+
+    def options(
+        self, defaults: AnswerConfig, max_tokens: int | None, sampling: Sampling | None = None
+    ) -> AnswerOptions:
+        """Raises ConfigError for an unknown policy."""
+        policy = Policy.of(self.policy or defaults.policy, defaults.budget if self.budget is None else self.budget)
+        return AnswerOptions(
+            policy,
+            self.top_k or defaults.top_k,
+            max_tokens or defaults.max_tokens,
+            hint=self.hint,
+            sampling=sampling or Sampling(),
+        )
+
+
+class SourceResponse(BaseModel):
+    document: str
+    title: str
+    chunk: int
+    ordinal: int = Field(description="The chunk's place in its document, from 0")
+    score: float = Field(description="Inner product of the embeddings")
+    text: str
+
+    @classmethod
+    def of(cls, source: Source) -> "SourceResponse":
+        fields = asdict(source)
+        return cls(document=fields.pop("document_id"), chunk=fields.pop("chunk_id"), **fields)
+
+
+class PlanResponse(BaseModel):
+    way: str = Field(description="`fuse`, `fuse warm` (chunks on disk are computed) or `prefill` (by vLLM alone)")
+    predicted_ms: float = Field(description="The time to first token that was expected of it")
+    prefill_ms: float = Field(description="The same of a full prefill")
+
+
+class ErrorBody(BaseModel):
+    type: str
+    message: str
+    num_tokens: int | None = Field(None, description="ContextTooLongError: the question's length in tokens")
+    limit: int | None = Field(None, description="ContextTooLongError: the longest that fits")
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        413: "The question doesn't fit into the model's context",
+        422: "Something in the request can't be used",
+        503: "The engine is not running",
+    }.items()
+}
+STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+def check_ready(pipeline: Pipeline) -> None:
+    if not pipeline.is_ready:
+        raise HTTPException(503, "the engine is not running; see the server's log")
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None, and `work` is cancelled, if the client goes away first."""
+    answer = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        answer.cancel()
+        disconnected.cancel()
+        await asyncio.gather(answer, disconnected, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def last_of(events: AsyncGenerator[AnswerEvent, None]) -> Answer:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Answer):
+                return event
+    raise RuntimeError("the pipeline ended without an answer")
+
+
+def streaming(
+    first: AnswerEvent,
+    events: AsyncGenerator[AnswerEvent, None],
+    frames: Callable[[AnswerEvent], Iterable[str]],
+    error_frame: Callable[[dict[str, Any]], str],
+) -> StreamingResponse:
+    """`first` and the other `events` as server-sent events, as many `frames` of each as there are."""
+
+    async def body() -> AsyncIterator[str]:
+        async with aclosing(events):
+            try:
+                for frame in frames(first):
+                    yield frame
+                async for event in events:
+                    for frame in frames(event):
+                        yield frame
+            except Exception as error:  # the status is out: all that is left is to say so in the stream
+                if not isinstance(error, RagKVError):
+                    logger.exception("an answer broke off")
+                yield error_frame(error_of(error))
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+
+
+def as_json(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False)
+
+
+def error_of(error: Exception) -> dict[str, Any]:
+    """The body that reports `error`. What isn't a RagKVError stays in the log."""
+    if isinstance(error, ContextTooLongError):
+        return _error_body(type(error).__name__, str(error), num_tokens=error.num_tokens, limit=error.limit)
+    if isinstance(error, RagKVError):
+        return _error_body(type(error).__name__, str(error))
+    return _error_body("InternalServerError", "something went wrong; see the server's log")
+
+
+def _error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
+    return ErrorResponse(error=ErrorBody(type=kind, message=message, **data)).model_dump(exclude_none=True)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
+    return JSONResponse(error_of(error), status)
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    kind = HTTPStatus(error.status_code).phrase.replace(" ", "")
+    return JSONResponse(_error_body(kind, error.detail), error.status_code, error.headers)
+
+
+async def _on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+    problems = [f"{'.'.join(map(str, detail['loc'][1:])) or 'body'}: {detail['msg']}" for detail in error.errors()]
+    return JSONResponse(_error_body("InvalidRequest", "; ".join(problems)), 422)
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
+    HTTPException: _on_http_error,
+    RequestValidationError: _on_invalid_request,
+    RagKVError: _on_error,
+    Exception: _on_error,
+}

@@ -1,0 +1,155 @@
+"""Prompts of conversations: what stays in place from turn to turn, and what is left out when the context is full."""
+
+import itertools
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import PreTrainedTokenizerFast
+
+from ragkv.answer import Conversation, Turn
+from ragkv.conversation import Threads, fit, in_one_turn
+from ragkv.prompt import PromptLayout
+from ragkv.retriever.catalog import Chunk
+from ragkv.retriever.hashing import chunk_hash
+from ragkv.retriever.retriever import Hit
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As in Mistral's first models: the system message stands in the last of the user's.
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[I]"
+    "{% if loop.last %}{{ messages[0].content }} {% endif %}{{ m.content }}[/I]{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+ONE_TURN = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
+numbers = itertools.count()
+
+
+def layout_of(folder, template):
+    """A tokenizer with a token for each byte."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(token_models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=special)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return PromptLayout(folder, "Heed this.", "Asked: ")
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return layout_of(tmp_path, CHATML)
+
+
+def text_of(layout, token_ids):
+    return layout._tokenizer.decode(token_ids)
+
+
+def hit(layout, text):
+    tokens = layout._plain(text)
+    return Hit(Chunk(next(numbers), "document", 0, text, tokens, chunk_hash(tokens)), 0.5)
+
+
+def test_turns_follow_each_other_as_the_template_has_them(layout):
+    assert layout.takes_turns
+    conversation = Conversation("And two?", (Turn("What is one?", "A number."),), "Be kind.")
+    found = [[hit(layout, "ONE.")], [hit(layout, "TWO.")]]
+    fitted = fit(layout, conversation, found, 1000)
+    assert text_of(layout, fitted.prompt.token_ids) == (
+        "<|system|>Heed this.<|end|><|user|>ONE.Be kind.\n\nAsked: What is one?<|end|><|assistant|>A number.<|end|>"
+        "<|user|>TWO.Asked: And two?<|end|><|assistant|>"
+    )
+    assert [text_of(layout, fitted.prompt.token_ids[a:b]) for a, b in fitted.prompt.chunk_ranges] == ["ONE.", "TWO."]
+    assert fitted.found == found[1] and fitted.hits == [*found[0], *found[1]]
+
+
+def test_one_turn_is_what_it_always_was(layout):
+    found = [hit(layout, "ONE."), hit(layout, "TWO.")]
+    expected = layout.assemble([h.chunk.token_ids for h in found], layout.question_tokens("Why?"))
+    assert fit(layout, Conversation("Why?"), [found], 1000).prompt == expected
+
+
+def test_without_a_template_turns_follow_each_other_too(tmp_path):
+    layout = layout_of(tmp_path, None)
+    conversation = Conversation("And two?", (Turn("What is one?", " A number."),))
+    fitted = fit(layout, conversation, [[], []], 1000)
+    assert layout.takes_turns
+    assert text_of(layout, fitted.prompt.token_ids) == (
+        "Heed this.\n\nAsked: What is one?\nAnswer: A number.\n\nAsked: And two?\nAnswer:"
+    )
+
+
+@pytest.mark.parametrize("template", [SYSTEM_LAST, ONE_TURN])
+def test_templates_that_cannot_take_turns_get_the_conversation_as_one_question(tmp_path, template):
+    layout = layout_of(tmp_path, template)
+    assert not layout.takes_turns
+    one = in_one_turn(Conversation("And two?", (Turn("What is one?", "A number."),), "Be kind."))
+    assert one.turns == () and one.instruction == "Be kind."
+    assert one.question == "Question: What is one?\nAnswer: A number.\nQuestion: And two?"
+
+
+def test_a_chunk_found_again_stays_where_it_is(layout):
+    one, two = hit(layout, "ONE."), hit(layout, "TWO.")
+    fitted = fit(layout, Conversation("c", (Turn("a", "b"),)), [[one], [two, one]], 1000)
+    assert fitted.hits == [one, two] and fitted.found == [two, one]
+
+
+def test_what_does_not_fit_is_left_out_worst_first(layout):
+    hits = [hit(layout, letter * 50) for letter in "ABC"]
+    bare = len(fit(layout, Conversation("a"), [[]], 1000).prompt.token_ids)
+    fitted = fit(layout, Conversation("a"), [hits], bare + 149)
+    assert fitted.hits == fitted.found == hits[:2]
+
+
+def test_the_oldest_turns_go_last_and_the_instruction_never(layout):
+    turns = tuple(Turn(f"question {i}", f"answer {i}") for i in range(9))
+    bare = len(fit(layout, Conversation("a", (), "Be kind."), [[]], 1000).prompt.token_ids)
+    fitted = fit(layout, Conversation("a", turns, "Be kind."), [[] for _ in range(10)], bare + 60)
+    text = text_of(layout, fitted.prompt.token_ids)
+    assert text.startswith("<|system|>Heed this.<|end|><|user|>Be kind.\n\nAsked: question 7")
+    assert len(fitted.prompt.token_ids) <= bare + 60
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, seed):
+    numbers = random.Random(seed)
+    corpus = [hit(layout, chr(65 + i) * numbers.randrange(5, 60)) for i in range(26)]
+    room, turns, found = 500, [], []
+    before, kept = None, 0
+    for i in range(12):
+        question = f"question {i}"
+        found.append(numbers.sample(corpus, 3))
+        fitted = fit(layout, Conversation(question, tuple(turns), "Be kind."), found, room)
+        tokens = fitted.prompt.token_ids
+        assert len(tokens) <= room
+        assert [layout._plain(h.chunk.text) for h in fitted.hits] == [
+            tokens[a:b] for a, b in fitted.prompt.chunk_ranges
+        ]
+        assert len({h.chunk.chunk_hash for h in fitted.hits}) == len(fitted.hits)
+        assert question in text_of(layout, tokens)
+        if before is not None and tokens[: len(before)] == before:
+            kept += 1
+        elif before is not None:
+            assert fitted.found == found[-1][: len(fitted.found)] == fitted.hits  # all else went at once
+        answer = f"answer {i}"
+        before = [*tokens, *layout._plain(answer)]
+        turns.append(Turn(question, answer))
+    assert kept >= 4
+
+
+def test_only_the_first_that_goes_on_takes_the_thread():
+    threads, turns = Threads(size=2), [Turn("a", "b")]
+    threads.keep("salt", turns, "query:0.1")
+    assert threads.take(turns, "query:0.2") is None
+    assert threads.take([Turn("a", "c")], "query:0.1") is None
+    assert threads.take([Turn(" a", "b\n")], "query:0.1") == "salt"
+    assert threads.take(turns, "query:0.1") is None
+    for i in range(3):
+        threads.keep(f"salt {i}", [Turn(f"{i}", "b")])
+    assert [threads.take([Turn(f"{i}", "b")]) for i in range(3)] == [None, "salt 1", "salt 2"]
