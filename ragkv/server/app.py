@@ -1,11 +1,14 @@
 """The HTTP interface of a pipeline: requests in, answers out. Knows nothing of vLLM or retrieval."""
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from ragkv import __version__
 from ragkv.server.answers import answers
 from ragkv.server.chat import chat
+from ragkv.server.metrics import Observed
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, Pipeline, check_ready
 
 
@@ -21,6 +24,7 @@ class HealthResponse(StatusResponse):
 
 def create_app(pipeline: Pipeline) -> FastAPI:
     """The HTTP interface of an open pipeline. Closing it stays with the caller."""
+    pipeline = observed = Observed(pipeline)
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
     app.include_router(answers(pipeline))
     app.include_router(chat(pipeline))
@@ -35,5 +39,10 @@ def create_app(pipeline: Pipeline) -> FastAPI:
         """Whether questions can be answered."""
         check_ready(pipeline)
         return StatusResponse(status="ready")
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counts and times, as Prometheus reads them."""
+        return Response(observed.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return app

@@ -1,0 +1,140 @@
+"""What Prometheus reads at `/metrics`: each answer is observed once, on its way out, whichever endpoint asked."""
+
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
+from ragkv.server.wire import STATUSES, Pipeline
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
+_STAGE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5)
+_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
+
+
+class Metrics:
+    """A registry of its own, so that a process can serve several pipelines one after another."""
+
+    def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
+        """counters: of the pipeline, read whenever Prometheus asks."""
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(_Counters(counters))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"ragkv_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"ragkv_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.in_progress = Gauge("ragkv_requests_in_progress", "Questions being answered", registry=registry)
+        self.requests = counter("requests", "Questions, by outcome: answered, refused, failed, cancelled", "outcome")
+        self.ttft = histogram("ttft_seconds", "From the prompt's submission to the first token", _TTFT, "policy")
+        self.total = histogram("request_seconds", "From the question to the end of the answer", _TTFT)
+        self.between = histogram("inter_token_seconds", "Between two pieces of an answer", _BETWEEN)
+        self.stages = histogram(
+            "stage_seconds", "Of TTFT and before: retrieve, load, probe, recompute", _STAGE, "stage"
+        )
+        self.prompt = counter("prompt_tokens", "Where a prompt's KV came from: prefix, reused, recomputed", "source")
+        self.memory = counter("memory_tokens", "Prompt tokens whose stored KV lay ready in memory")
+        self.completion = counter("completion_tokens", "Tokens generated")
+        self.fallbacks = counter("fallbacks", "Answers with less reuse than there could be, and why", "reason")
+        self.plans = counter("plans", "What the controller chose: fuse, fuse warm, prefill", "way")
+        self.accuracy = histogram("plan_ttft_ratio", "TTFT by what the controller expected", _RATIO, "way")
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def answered(self, answer: Answer) -> None:
+        usage, timings = answer.usage, answer.timings
+        self.ttft.labels(_policy(answer.policy)).observe(timings.ttft_ms / 1e3)
+        for stage in ("retrieve", "load", "probe", "recompute"):
+            self.stages.labels(stage).observe(getattr(timings, f"{stage}_ms") / 1e3)
+        for source in ("prefix", "reused", "recomputed"):
+            self.prompt.labels(source).inc(getattr(usage, f"{source}_tokens"))
+        self.memory.inc(usage.memory_tokens)
+        self.completion.inc(usage.completion_tokens)
+        if answer.fallback is not None:
+            self.fallbacks.labels(_without_numbers(answer.fallback)).inc()
+        if answer.plan is not None:
+            self.plans.labels(answer.plan.way).inc()
+            self.accuracy.labels(answer.plan.way).observe(timings.ttft_ms / answer.plan.predicted_ms)
+
+
+class Observed:
+    """A pipeline, with each of its answers counted and timed."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.config = pipeline.config
+        self.metrics = Metrics(lambda: self.counters)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._pipeline.is_ready
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._pipeline.counters
+
+    async def close(self) -> None:
+        await self._pipeline.close()
+
+    async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
+        metrics, begin = self.metrics, time.perf_counter()
+        last: float | None = None
+        outcome = "cancelled"  # unless it turns out otherwise
+        metrics.in_progress.inc()
+        try:
+            async with aclosing(self._pipeline.answer(asked, options)) as events:
+                async for event in events:
+                    if isinstance(event, Delta):
+                        now = time.perf_counter()
+                        if last is not None:
+                            metrics.between.observe(now - last)
+                        last = now
+                    elif isinstance(event, Answer):
+                        metrics.answered(event)
+                        metrics.total.observe(time.perf_counter() - begin)
+                        outcome = "answered"
+                    yield event
+        except Exception as error:
+            outcome = "refused" if isinstance(error, tuple(STATUSES)) else "failed"
+            raise
+        finally:
+            metrics.in_progress.dec()
+            metrics.requests.labels(outcome).inc()
+
+
+class _Counters(Collector):
+    def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[Metric]:
+        text = "How often KV wasn't reused, by reason, and chunks captured again"
+        family = CounterMetricFamily("ragkv_kv_events", text, labels=["event"])
+        counts: dict[str, int] = {}
+        for name, count in self._counters().items():
+            event = _without_numbers(name)
+            counts[event] = counts.get(event, 0) + count
+        for event, count in counts.items():
+            family.add_metric([event], count)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return [CounterMetricFamily("ragkv_kv_events", "")]
+
+
+def _policy(label: str) -> str:
+    """Without budget and threshold, which anybody may choose: Prometheus keeps a series for each label's value."""
+    return re.sub(r"\[.*?\]", "", label.split(":")[0])
+
+
+def _without_numbers(reason: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "N", reason)

@@ -1,0 +1,78 @@
+"""What `/metrics` says after requests of each outcome, as Prometheus' own parser reads it."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
+
+from ragkv.errors import ContextTooLongError, StoreError
+
+QUESTION = {"question": "who?"}
+
+
+@pytest.fixture
+def pipeline():
+    return ScriptedPipeline()
+
+
+@pytest.fixture
+def client(pipeline):
+    """Of a server of its own: counts begin at 0."""
+    with running(pipeline) as client:
+        yield client
+
+
+def samples(client):
+    response = client.get("/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(response.text)
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
+    client.post("/v1/answer", json=QUESTION)
+    client.post("/v1/answer", json={**QUESTION, "stream": True})
+    client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "who?"}]})
+    found = samples(client)
+    assert found["ragkv_requests_total", "answered"] == 3 and found["ragkv_requests_in_progress",] == 0
+    assert found["ragkv_ttft_seconds_count", "full"] == 3
+    assert found["ragkv_ttft_seconds_sum", "full"] == pytest.approx(0.06)
+    assert found["ragkv_inter_token_seconds_count",] == 3  # two pieces each
+    assert found["ragkv_stage_seconds_sum", "retrieve"] == pytest.approx(0.0045)
+    tokens = [found["ragkv_prompt_tokens_total", source] for source in ("prefix", "reused", "recomputed")]
+    assert tokens == [15, 60, 15] and found["ragkv_memory_tokens_total",] == 27
+    assert found["ragkv_completion_tokens_total",] == 9
+    assert found["ragkv_fallbacks_total", ANSWER.fallback] == 3
+    assert found["ragkv_plans_total", "fuse"] == 3
+    assert found["ragkv_plan_ttft_ratio_sum", "fuse"] == pytest.approx(3 * 20 / 21)
+    assert found["ragkv_kv_events_total", "corrupt_chunks"] == 1
+    assert found["process_resident_memory_bytes",] > 1e7
+
+
+def test_labels_stay_few_whatever_clients_choose(pipeline, client) -> None:
+    for i in range(5):
+        label, reason = f"query+full[0.{i}]:0.{i}", f"no usable KV for {i} of 6 chunks"
+        pipeline.script = [*SCRIPT[:-1], replace(ANSWER, policy=label, fallback=reason)]
+        pipeline.counters = {f"full_prefill: no space for {n} bytes": 2 for n in range(i + 1)}
+        client.post("/v1/answer", json=QUESTION)
+    found = samples(client)
+    assert found["ragkv_ttft_seconds_count", "query+full"] == 5
+    assert found["ragkv_fallbacks_total", "no usable KV for N of N chunks"] == 5
+    assert found["ragkv_kv_events_total", "full_prefill: no space for N bytes"] == 10
+
+
+def test_outcomes(pipeline, client) -> None:
+    for failure in (ContextTooLongError("too long", 9, 5), StoreError("no space"), RuntimeError("a bug")):
+        pipeline.script = [*SCRIPT[:2], failure]
+        client.post("/v1/answer", json={**QUESTION, "stream": True})
+    pipeline.script = [*SCRIPT[:2], asyncio.Event()]
+    with client.stream("POST", "/v1/answer", json={**QUESTION, "stream": True}) as response:
+        assert "event: delta" in response.iter_lines()
+        assert samples(client)["ragkv_requests_in_progress",] == 1
+    assert pipeline.cancelled.wait(5)
+    found = samples(client)
+    outcomes = {labels[0]: value for (name, *labels), value in found.items() if name == "ragkv_requests_total"}
+    assert outcomes == {"refused": 1, "failed": 2, "cancelled": 1}
+    assert found["ragkv_requests_in_progress",] == 0
