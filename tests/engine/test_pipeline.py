@@ -96,7 +96,7 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
 
 
 def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
-    stats = pipeline._store.stats()
+    stats = pipeline.workspace.store.stats()
     assert config.index.captures > 1
     assert stats.num_records == 30 * (1 + 2 * (stats.num_chunks - 1))  # the anchor has no average
     *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.1", fresh=True))
@@ -104,7 +104,7 @@ def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
 
 
 def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, pipeline):
-    kv, store = pipeline._chunk_kv(runner.run(pipeline.start())), pipeline._store
+    kv, store = pipeline.workspace.chunk_kv(runner.run(pipeline.start())), pipeline.workspace.store
     known, end = sorted(set(store.chunk_hashes()) - {kv.anchor_hash})[:2], kv.anchor_span.end
     prompt = Prompt([], end, [(end, end + 5), (end + 5, end + 9), (end + 9, end + 12)])
     task = kv.task(prompt, [*known, "f" * 32], Policy("none"), store)
@@ -176,7 +176,7 @@ def test_indexing_again_does_nothing(runner, pipeline, corpus):
 
 
 def test_documents_change_and_go_and_their_kv_with_them(runner, pipeline, tmp_path):
-    store = pipeline._store
+    store = pipeline.workspace.store
     before = set(store.chunk_hashes())
     folder = tmp_path / "more"
     folder.mkdir()
@@ -223,7 +223,7 @@ def test_chunks_that_do_not_fit_are_left_out(runner, pipeline):
 
 def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline, corpus):
     *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
-    store = pipeline._store
+    store = pipeline.workspace.store
     lost = list(store.chunk_hashes())
     store.delete(lost)
     *_, without = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
@@ -236,7 +236,7 @@ def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline
 
 
 def test_the_second_request_for_a_chunk_finds_it_in_memory(runner, pipeline, corpus):
-    store = pipeline._store
+    store = pipeline.workspace.store
     rewrite(store)
     policy = "query-spread+shift:0.15"
     first, second = (runner.run(events_of(pipeline, QUESTIONS[1], policy, fresh=True))[-1] for _ in range(2))
@@ -244,17 +244,17 @@ def test_the_second_request_for_a_chunk_finds_it_in_memory(runner, pipeline, cor
     assert first.fallback is None and first.usage.memory_tokens == 0
     assert usage.memory_tokens > usage.reused_tokens > 0
     assert second.text == first.text and replace(usage, memory_tokens=0) == first.usage
-    chunks = {chunk.chunk_hash for s in second.sources for chunk in pipeline._catalog.chunks([s.chunk_id])}
-    assert chunks <= pipeline._engine.in_memory
+    chunks = {chunk.chunk_hash for s in second.sources for chunk in pipeline.workspace.catalog.chunks([s.chunk_id])}
+    assert chunks <= pipeline.workspace.engine.in_memory
     store.delete(chunks)
     *_, third = runner.run(events_of(pipeline, QUESTIONS[1], policy, fresh=True))
     assert third.usage.reused_tokens == 0 and "no usable KV" in third.fallback
-    assert not chunks & pipeline._engine.in_memory
+    assert not chunks & pipeline.workspace.engine.in_memory
     runner.run(pipeline.ingest([corpus]))
 
 
 def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, corpus):
-    store = pipeline._store
+    store = pipeline.workspace.store
     *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
     verified, chunks = store.verify(), set(store.chunk_hashes())
     rewrite(store)  # or the worker has it in memory
@@ -317,10 +317,10 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
         other = await Pipeline.open(small)
         try:
             await other.ingest([corpus])
-            stored = other._store.stats()
+            stored = other.workspace.store.stats()
             answers = [(await events_of(other, QUESTIONS[2], "query:1.0", fresh=True))[-1] for _ in range(2)]
             again = await other.ingest([corpus])
-            return stored, answers, again, other._store.verify().problems
+            return stored, answers, again, other.workspace.store.verify().problems
         finally:
             await other.close()
 
@@ -333,14 +333,14 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
 
 def test_hints_reach_the_store(runner, pipeline, corpus):
     def hints():
-        rows = pipeline._store._index._read("select key, hint from usage")
+        rows = pipeline.workspace.store._index._read("select key, hint from usage")
         return {key[:16].hex(): hint for key, hint in rows}
 
     runner.run(pipeline.ingest([corpus / "tea.md"], hint="pin"))
-    tea = {chunk.chunk_hash for chunk in pipeline._catalog.document_chunks(str((corpus / "tea.md").resolve()))}
-    assert {digest for digest, hint in hints().items() if hint == "pin"} == tea | {pipeline._anchor_hash}
+    tea = {chunk.chunk_hash for chunk in pipeline.workspace.catalog.document_chunks(str((corpus / "tea.md").resolve()))}
+    assert {digest for digest, hint in hints().items() if hint == "pin"} == tea | {pipeline.workspace.anchor_hash}
     *_, answer = runner.run(events_of(pipeline, "When is Darjeeling tea picked?", top_k=2, hint="ephemeral"))
-    found = {pipeline._catalog.chunks([source.chunk_id])[0].chunk_hash for source in answer.sources}
+    found = {pipeline.workspace.catalog.chunks([source.chunk_id])[0].chunk_hash for source in answer.sources}
     assert found and {digest for digest, hint in hints().items() if hint == "ephemeral"} == found
 
 
@@ -353,11 +353,11 @@ def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):
 def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, corpus):
     *_, before = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
     assert before.plan is None
-    chunks = set(pipeline._store.chunk_hashes())
+    chunks = set(pipeline.workspace.store.chunk_hashes())
     try:
         profile = runner.run(pipeline.profile())
         assert profile.prefill_ms(2000) > profile.prefill_ms(500) > 0
-        assert set(pipeline._store.chunk_hashes()) == chunks  # what was captured for it is gone
+        assert set(pipeline.workspace.store.chunk_hashes()) == chunks  # what was captured for it is gone
         assert pipeline._profiles.load() == profile
         *_, after = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
         assert after.plan.predicted_ms <= after.plan.prefill_ms
@@ -370,7 +370,7 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         assert (left.plan.way, left.policy, left.usage.reused_tokens) == ("prefill", "full", 0)
         assert left.text == full.text and full.plan is None
         pipeline._profile = profile
-        pipeline._store.delete(chunks)
+        pipeline.workspace.store.delete(chunks)
         *_, lost = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
         assert lost.plan.way == "prefill" and "no usable KV" in lost.fallback and lost.text == full.text
         assert pipeline._recapture._lost  # though the worker was never asked
