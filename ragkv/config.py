@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
@@ -111,6 +111,10 @@ class AnswerConfig(Section):
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
+    keys: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(
+        {},
+        description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). Default: nobody needs one",
+    )
 
 
 class Config(BaseSettings):

@@ -103,7 +103,7 @@ def test_unknown_settings_in_the_file(settings) -> None:
     assert sorted(problems(file)) == [
         f"unknown setting modle in {file}; choose from home, model, index, store, answer, server",
         f"unknown setting nonsense in {file}; choose from home, model, index, store, answer, server",
-        f"unknown setting server.prot in {file}; choose from host, port",
+        f"unknown setting server.prot in {file}; choose from host, port, keys",
     ]
 
 

@@ -214,6 +214,23 @@ def serve(
     server.serve(config.server, lambda: _open_to_serve(config))
 
 
+def key(
+    name: Annotated[str, typer.Argument(help="Who gets it.")],
+) -> None:
+    """Make an API key for the server. It is shown once; the settings hold its hash."""
+    from ragkv.server.gate import new_key
+
+    made, digest = new_key()
+    typer.echo(made)
+    err.print(
+        f"Give it to {name}: it can't be shown again. In the settings file of `ragkv serve`:\n\n[server.keys]\n"
+        f"{json.dumps(name)} = \"{digest}\"\n\nor RAGKV_SERVER__KEYS='{json.dumps({name: digest})}'",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 async def _open_to_serve(config: Config) -> "Pipeline":
     async with AsyncExitStack() as stack:
         pipeline = await open_pipeline(config)

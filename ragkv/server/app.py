@@ -1,13 +1,15 @@
 """The HTTP interface of a pipeline: requests in, answers out. Knows nothing of vLLM or retrieval."""
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Response, Security
 from fastapi.responses import PlainTextResponse
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from ragkv import __version__
 from ragkv.server.answers import answers
 from ragkv.server.chat import chat
+from ragkv.server.gate import Gate
 from ragkv.server.metrics import Observed
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, Pipeline, check_ready
 
@@ -25,7 +27,11 @@ class HealthResponse(StatusResponse):
 def create_app(pipeline: Pipeline) -> FastAPI:
     """The HTTP interface of an open pipeline. Closing it stays with the caller."""
     pipeline = observed = Observed(pipeline)
-    app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
+    bearer = HTTPBearer(auto_error=False, description="Where the server has keys. The gate looks at it")
+    app = FastAPI(
+        title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS, dependencies=[Security(bearer)]
+    )
+    app.add_middleware(Gate, keys=pipeline.config.server.keys)
     app.include_router(answers(pipeline))
     app.include_router(chat(pipeline))
 

@@ -12,6 +12,7 @@ import uvicorn
 from ragkv.config import ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.app import create_app
+from ragkv.server.gate import is_loopback
 from ragkv.server.wire import Pipeline
 
 GRACE_S = 30  # how long a server that is told to stop lets answers in progress finish
@@ -42,6 +43,12 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
+    if not config.keys and not is_loopback(str(address[0])):
+        listener.close()
+        raise ConfigError(
+            f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key NAME` and "
+            "set it as server.keys (RAGKV_SERVER__KEYS), or listen on 127.0.0.1"
+        )
     return listener
 
 

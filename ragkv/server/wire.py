@@ -183,13 +183,13 @@ def as_json(data: Any) -> str:
 def error_of(error: Exception) -> dict[str, Any]:
     """The body that reports `error`. What isn't a RagKVError stays in the log."""
     if isinstance(error, ContextTooLongError):
-        return _error_body(type(error).__name__, str(error), num_tokens=error.num_tokens, limit=error.limit)
+        return error_body(type(error).__name__, str(error), num_tokens=error.num_tokens, limit=error.limit)
     if isinstance(error, RagKVError):
-        return _error_body(type(error).__name__, str(error))
-    return _error_body("InternalServerError", "something went wrong; see the server's log")
+        return error_body(type(error).__name__, str(error))
+    return error_body("InternalServerError", "something went wrong; see the server's log")
 
 
-def _error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
+def error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
     return ErrorResponse(error=ErrorBody(type=kind, message=message, **data)).model_dump(exclude_none=True)
 
 
@@ -200,12 +200,12 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     kind = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    return JSONResponse(_error_body(kind, error.detail), error.status_code, error.headers)
+    return JSONResponse(error_body(kind, error.detail), error.status_code, error.headers)
 
 
 async def _on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
     problems = [f"{'.'.join(map(str, detail['loc'][1:])) or 'body'}: {detail['msg']}" for detail in error.errors()]
-    return JSONResponse(_error_body("InvalidRequest", "; ".join(problems)), 422)
+    return JSONResponse(error_body("InvalidRequest", "; ".join(problems)), 422)
 
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {

@@ -1,0 +1,134 @@
+"""Who may ask, and how much, over real sockets."""
+
+import hashlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from server_harness import ScriptedPipeline, running
+from typer.testing import CliRunner
+
+from ragkv import server
+from ragkv.cli import app
+from ragkv.config import Config, ServerConfig
+from ragkv.errors import ConfigError
+from ragkv.server.gate import MAX_BODY_BYTES, OPEN, hash_of, is_loopback
+
+QUESTION = {"question": "who?"}
+KEYS = {name: f"ragkv-{name * 12}" for name in ("ann", "bob")}
+
+
+@pytest.fixture
+def pipeline():
+    pipeline = ScriptedPipeline()
+    hashes = {name: hash_of(key) for name, key in KEYS.items()}
+    pipeline.config = pipeline.config.model_copy(update={"server": ServerConfig(keys=hashes)})
+    return pipeline
+
+
+@pytest.fixture
+def guarded(pipeline):
+    with running(pipeline) as client:
+        yield client
+
+
+@pytest.mark.parametrize("key", KEYS.values())
+def test_who_has_a_key_may_ask(guarded, key) -> None:
+    assert guarded.post("/v1/answer", json=QUESTION, headers={"Authorization": f"bearer  {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ragkv-",
+        f"Bearer {KEYS['ann']}x",
+        f"Bearer {KEYS['ann'][:-1]}",
+        f"Bearer {hash_of(KEYS['ann'])}",
+        f"Basic {KEYS['ann']}",
+        f"Bearer {KEYS['ann']}, Bearer {KEYS['bob']}",
+        KEYS["ann"],
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/answer", "/v1/models", "/v1/chat/completions", "/metrics", "/nothing"])
+def test_nobody_else_learns_anything(pipeline, guarded, authorization, path) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    response = guarded.post(path, content=b"\xff{", headers=headers)
+    assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    assert response.json()["error"]["type"] == "Unauthorized"
+    assert not pipeline.asked
+
+
+def test_probes_need_no_key(guarded) -> None:
+    assert all(guarded.get(path).status_code == 200 for path in OPEN)
+    scheme = guarded.get("/openapi.json").json()["components"]["securitySchemes"]["HTTPBearer"]
+    assert scheme["scheme"] == "bearer"
+
+
+def test_without_keys_everybody_may_ask(client) -> None:
+    assert client.post("/v1/answer", json=QUESTION, headers={"Authorization": "Bearer x"}).status_code == 200
+
+
+def chunks(num_bytes):
+    yield b'{"question": "'
+    for _ in range(num_bytes >> 16):
+        yield b"x" * (1 << 16)
+    yield b'"}'
+
+
+@pytest.mark.parametrize("path", ["/v1/answer", "/v1/chat/completions"])
+def test_a_body_that_is_too_large_is_refused_while_it_comes(pipeline, client, path) -> None:
+    response = client.post(path, content=b"x" * (MAX_BODY_BYTES + 1))
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "ContentTooLarge")
+    response = client.post(path, content=chunks(MAX_BODY_BYTES + (1 << 20)))  # chunked: nobody says how long
+    assert response.status_code == 413 and str(MAX_BODY_BYTES) in response.json()["error"]["message"]
+    assert not pipeline.asked
+    assert client.post("/v1/answer", json=QUESTION).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_keys_only_this_machine_is_served(host) -> None:
+    with pytest.raises(ConfigError, match=r"no key is asked for; make one with `ragkv key NAME`"):
+        server.serve(ServerConfig(host=host, port=1), lambda: pytest.fail("opened"))
+
+
+def test_with_keys_other_machines_are_served() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def opened():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):  # it got as far as opening the pipeline
+        server.serve(ServerConfig(host="0.0.0.0", port=port, keys={"ann": "a" * 64}), opened)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.1", False), ("fe80::1%lo", False)],
+)
+def test_loopback(address, expected) -> None:
+    assert is_loopback(address) is expected
+
+
+def test_a_key_is_made_and_its_hash_fits_the_settings() -> None:
+    result = CliRunner().invoke(app, ["key", "ann"])
+    assert result.exit_code == 0
+    key = result.stdout.strip()
+    (digest, _) = re.findall(r'"([0-9a-f]{64})"', result.stderr)
+    assert digest == hashlib.sha256(key.encode()).hexdigest() and key not in result.stderr
+    assert Config(server={"keys": {"ann": digest}}).server.keys == {"ann": digest}
+    assert key != CliRunner().invoke(app, ["key", "ann"]).stdout.strip()
+
+
+def test_the_command_refuses_to_listen_beyond_this_machine(tmp_path) -> None:
+    command = [sys.executable, "-m", "ragkv", "serve", "--host", "0.0.0.0", "--home", str(tmp_path)]
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "ragkv key NAME" in done.stderr, done.stderr
+    assert time.monotonic() - begin < 100 and "starting vLLM" not in done.stderr
