@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from ragkv.errors import StoreError
@@ -176,11 +176,15 @@ class SegmentStore:
     def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]], sizes: Sequence[int]) -> None:
         taken: list[Extent] = []
         with self._store_errors("write to"):
-            chunks = compress(chunks, self._make_room(sizes))
+            stored = self._make_room(sizes)
             with self._writing() as (changes, free):
                 self._write_uses(changes)
                 try:
-                    for key, values in chunks:
+                    for (key, values), has_room in zip(chunks, stored, strict=True):
+                        if not has_room:  # as if it had been stored and evicted: it comes back when it is asked for
+                            size = sum(padded(len(value)) for value in values)
+                            self._usage.put(changes, key.prefix(), size, cost=tokens_in(values[0]))
+                            continue
                         extent = free.take(sum(padded(len(value)) for value in values))
                         taken.append(extent)
                         self._files.write(extent, values)

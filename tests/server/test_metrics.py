@@ -69,7 +69,8 @@ def test_outcomes(pipeline, client) -> None:
         client.post("/v1/answer", json={**QUESTION, "stream": True})
     pipeline.script = [*SCRIPT[:2], asyncio.Event()]
     with client.stream("POST", "/v1/answer", json={**QUESTION, "stream": True}) as response:
-        assert "event: delta" in response.iter_lines()
+        lines = response.iter_lines()  # kept: the connection ends with it
+        assert "event: delta" in lines
         assert samples(client)["ragkv_requests_in_progress",] == 1
     assert pipeline.cancelled.wait(5)
     found = samples(client)

@@ -105,6 +105,7 @@ def test_what_finds_no_room_is_left_out(tmp_path):
     assert held(store) == {1, 2}
     store.put([(make_key(chunk=9), make_layers(num_tokens=1000))])
     assert 1 in held(store) and 9 not in held(store)
+    assert {int(chunk, 16) for chunk in store.chunk_hashes(evicted=True)} == {1, 2, 3, 9}  # as if they had been evicted
     assert store.verify().problems == []
     store.close()
 
