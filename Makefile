@@ -20,7 +20,7 @@ models: setup  ## Download and convert the embedded models
 	.venv/bin/ragkv models fetch
 
 demo: models  ## Index this project's documents and ask a question, with and without reuse of KV
-	.venv/bin/ragkv index docs README.md
+	.venv/bin/ragkv index README.md docs/architecture.md docs/configuration.md docs/measuring.md docs/policies.md
 	.venv/bin/ragkv ask "$(QUESTION)" --compare
 	@echo "The embedded model has 135 million parameters and writes accordingly; --model takes a better one."
 
