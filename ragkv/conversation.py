@@ -75,13 +75,23 @@ class Threads:
 
     def __init__(self, size: int = 4096) -> None:
         self._salts: OrderedDict[str, str] = OrderedDict()
+        self._taken: OrderedDict[str, None] = OrderedDict()
         self._size = size
 
     def take(self, turns: Sequence[Turn], *context: object) -> str | None:
         """The salt of the conversation that came to these turns in this context."""
-        return self._salts.pop(_key(turns, context), None)
+        salt = self._salts.pop(_key(turns, context), None)
+        if salt is not None:
+            self._taken[salt] = None
+            if len(self._taken) > 4 * self._size:
+                self._taken.popitem(last=False)
+        return salt
 
-    def keep(self, salt: str, turns: Sequence[Turn], *context: object) -> None:
+    def keep(self, salt: str, turns: Sequence[Turn], *context: object, inherited: bool) -> None:
+        """inherited: whether `take` gave it to this very conversation. Who asks a first question again has the salt of
+        the one that went on from it, and must not go on with it."""
+        if salt in self._taken and not inherited:
+            return
         self._salts[_key(turns, context)] = salt
         if len(self._salts) > self._size:
             self._salts.popitem(last=False)

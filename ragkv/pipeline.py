@@ -172,7 +172,8 @@ class Pipeline:
         thread = (options.policy.label, options.top_k, asked.instruction)
         goes_on = self._at.layout.takes_turns and not options.fresh  # vLLM may have the KV of the turns before
         salt = self._threads.take(asked.turns, *thread) if goes_on else None
-        profile = self._profile if self.config.answer.controller and salt is None else None
+        inherited = salt is not None
+        profile = self._profile if self.config.answer.controller and not inherited else None
         if profile is not None and task.policy.title == profile.policy:
             plan, request = planned(profile, len(prompt.token_ids), task, kv, self._at.store, engine.in_memory)
         missing: list[str] = []
@@ -197,7 +198,8 @@ class Pipeline:
         if options.hint is not None:
             await self._hint(digests, options.hint)
         if goes_on and salt is not None and policy.recomputes_some:
-            self._threads.keep(salt, [*asked.turns, Turn(asked.question, "".join(texts))], *thread)
+            turns = [*asked.turns, Turn(asked.question, "".join(texts))]
+            self._threads.keep(salt, turns, *thread, inherited=inherited)
         lost = output.report.lost_chunks if output.report else missing
         if self._at.fuses and options.policy.name != "full":
             self._recapture.add([*lost, *kv.without_average(task)])
