@@ -127,6 +127,8 @@ def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
         assert second.sources[0].title == "bees" and again.sources[0].title == "glass"
         assert second.usage.prefix_tokens >= 128 * (first.usage.prompt_tokens // 128) > 0
         assert again.usage.prefix_tokens == 0  # another's question isn't answered from it
+        assert ask(QUESTIONS[1], policy=policy).text == first.text
+        assert ask(QUESTIONS[0], turns, policy).usage.prefix_tokens == 0  # nor that of who asks the first one again
         assert second.usage.prompt_tokens == exact.usage.prompt_tokens > first.usage.prompt_tokens
         if policy == "query:1.0":
             assert second.text == exact.text == ask(QUESTIONS[2], turns, "full", fresh=True).text
