@@ -1,10 +1,20 @@
 """What an answer is made of: the data that the pipeline hands to the CLI, the server and the evaluations."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ragkv.controller import Plan
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
+
+Kind = Literal["prefix", "memory", "disk", "recomputed", "computed"]
+KINDS: dict[Kind, str] = {
+    "prefix": "in vLLM's prefix cache",
+    "memory": "stored KV that lay ready in memory",
+    "disk": "stored KV from disk",
+    "recomputed": "stored, and computed again because it matters",
+    "computed": "no stored KV: the question, and what was missing",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class AnswerOptions:
 
     `fresh` keeps vLLM's prefix cache out of it, so that a time measured is the time of a first request. `hint`: how the
     KV of the chunks that it finds is to be treated from now on when room is needed; None leaves it as it was.
+    `explain`: say of each prompt token where its KV came from. `timeout_s`: for the whole answer.
     """
 
     policy: Policy
@@ -55,11 +66,14 @@ class AnswerOptions:
     fresh: bool = False
     hint: Hint | None = None
     sampling: Sampling = Sampling()
+    explain: bool = False
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A retrieved chunk, in the order of the prompt. `score` is the inner product of the embeddings."""
+    """A retrieved chunk, in the order of the prompt. `score` is the inner product of the embeddings. corpus: whose
+    document it is, None for the asker's own."""
 
     document_id: str
     title: str
@@ -67,6 +81,7 @@ class Source:
     ordinal: int
     score: float
     text: str
+    corpus: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,24 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Prompt tokens `[start, end)` of one kind. source: which of the answer's sources they belong to, if any."""
+
+    start: int
+    end: int
+    kind: Kind
+    source: int | None
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The text of each prompt token, and runs that cover them all, in order."""
+
+    tokens: list[str]
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
 class Timings:
     """Milliseconds by stage. `ttft_ms` runs from the submission of the prompt to the first token; it includes load
     (read, check, rotate, scatter), probe (question over the stale cache) and recompute. `retrieve_ms` comes before."""
@@ -102,7 +135,7 @@ class Timings:
 class Answer:
     """A finished answer. `policy` is what was really used; `fallback` says what kept KV from being reused, if any.
 
-    plan: what the controller expected, None if it wasn't asked.
+    plan: what the controller expected, None if it wasn't asked. strip: of a question that is to be explained.
     """
 
     text: str
@@ -113,6 +146,7 @@ class Answer:
     finish_reason: str
     fallback: str | None = None
     plan: Plan | None = None
+    strip: Strip | None = None
 
 
 @dataclass(frozen=True)

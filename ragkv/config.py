@@ -22,6 +22,8 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
 
 OTHER_VARIABLES = {"RAGKV_CONFIG", "RAGKV_DEVICE"}  # the settings file; what `make setup` installs for
+MAIN = "main"  # the tenant whose documents they are where nothing is said of tenants
+TENANT_NAME = "^[a-z0-9][a-z0-9_-]{0,62}$"
 # What Kubernetes puts into the environment of every pod beside a service called ragkv.
 KUBERNETES = re.compile(r"RAGKV_(SERVICE_(HOST|PORT\w*)=|PORT=\w+://|PORT_\d+_)")
 
@@ -106,15 +108,32 @@ class AnswerConfig(Section):
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
     controller: bool = Field(True, description="Leave to vLLM what it prefills faster than it could be fused")
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
+    timeout_s: float | None = Field(None, gt=0, description="Longest time for a whole answer, in seconds. Default: any")
+
+
+Keys = dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
-    keys: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(
+    keys: Keys = Field(
         {},
         description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). Default: nobody needs one",
     )
+    max_requests: int = Field(256, ge=1, description="Questions worked on at a time; who asks more is told to wait")
+    max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
+
+
+class TenantConfig(Section):
+    """Who has documents of its own. `main` is whose the home's own documents are, and who has `server.keys`."""
+
+    keys: Keys = Field({}, description="As `server.keys`")
+    reads: list[str] = Field([], description="Other tenants, whose documents are searched too")
+    requests_per_minute: int | None = Field(None, ge=1, description="Questions and searches. Default: any number")
+    tokens_per_minute: int | None = Field(None, ge=1, description="Of prompts and answers. Default: any number")
+    concurrent_requests: int | None = Field(None, ge=1, description="Questions at a time. Default: any number")
+    documents_mib: float | None = Field(None, ge=0, description="Text of all its documents, in MiB. Default: any size")
 
 
 class Config(BaseSettings):
@@ -135,11 +154,34 @@ class Config(BaseSettings):
     store: StoreConfig = StoreConfig()
     answer: AnswerConfig = AnswerConfig()
     server: ServerConfig = ServerConfig()
+    tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = Field(
+        {}, description="By name; each has documents, KV, conversations and limits of its own"
+    )
 
     @field_validator("home")
     @classmethod
     def _expand(cls, home: Path) -> Path:
         return home.expanduser()
+
+    @field_validator("tenants")
+    @classmethod
+    def _read_what_there_is(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        for name, tenant in tenants.items():
+            for other in tenant.reads:
+                if other == name or other not in {MAIN, *tenants}:
+                    known = ", ".join(sorted({MAIN, *tenants} - {name}))
+                    raise ValueError(f"{name} reads {other!r}; the other tenants are {known}")
+        return tenants
+
+    def holders(self) -> dict[str, str]:
+        """Whose each API key is: tenants by the key's hash. Raises ConfigError for a key of two tenants."""
+        found: dict[str, str] = {}
+        each = [(MAIN, self.server.keys), *((name, tenant.keys) for name, tenant in self.tenants.items())]
+        for tenant, keys in each:
+            for holder, digest in keys.items():
+                if found.setdefault(digest, tenant) != tenant:
+                    raise ConfigError(f"{holder}'s key of {tenant} is one of {found[digest]} too; make another")
+        return found
 
 
 def load_config(config_file: Path | None = None, **flags: Any) -> Config:

@@ -21,6 +21,26 @@ class StoreError(RagKVError):
     """A store that can't be used: made by another version, or no space left."""
 
 
+class BusyError(StoreError):
+    """Something else is changing the store; the same can be done later."""
+
+
+class OverloadedError(RagKVError):
+    """More is asked for than can be taken now. retry_after_s: when it may go again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaError(RagKVError):
+    """More than somebody may have of it."""
+
+
+class DeadlineError(RagKVError):
+    """An answer that took longer than it was given."""
+
+
 class ContextTooLongError(RagKVError):
     """A prompt that doesn't fit into the model's context.
 

@@ -1,5 +1,11 @@
-"""The home folder: where everything lives, and whom it belongs to."""
+"""The home folder: where everything lives, and whom it belongs to.
 
+Models, KV and the profile are the home's; documents and vectors are each tenant's. The tenant `MAIN` has them in the
+home itself, the others in `tenants/NAME`. Hashes of a tenant's chunks are keyed by its name, so that the store, which
+all share, holds a text of two tenants twice, and neither finds the other's.
+"""
+
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +14,8 @@ from typing import Any
 
 import filelock
 
-from ragkv.errors import StoreError
+from ragkv.config import MAIN, TENANT_NAME
+from ragkv.errors import BusyError, ConfigError, StoreError
 from ragkv.retriever.catalog import Catalog
 from ragkv.store.segment_store import SegmentStore
 
@@ -32,8 +39,28 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.kv = self.path / "kv"
-        self.catalog = self.path / "catalog.sqlite"
-        self.index = self.path / "index.faiss"
+        self.catalog, self.index = self.catalog_of(MAIN), self.index_of(MAIN)
+        self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
+
+    def folder(self, tenant: str) -> Path:
+        """Of a tenant's documents and vectors. Raises ConfigError for a name that can't be one."""
+        if not re.match(TENANT_NAME, tenant):
+            raise ConfigError(
+                f"{tenant!r} can't be a tenant's name; use up to 63 small letters, digits, - and _, and begin with a "
+                "letter or a digit"
+            )
+        return self.path if tenant == MAIN else self.path / "tenants" / tenant
+
+    def catalog_of(self, tenant: str) -> Path:
+        return self.folder(tenant) / "catalog.sqlite"
+
+    def index_of(self, tenant: str) -> Path:
+        return self.folder(tenant) / "index.faiss"
+
+    def tenants(self) -> list[str]:
+        """Those who have, or had, documents."""
+        others = sorted(path.parent.name for path in self.path.glob("tenants/*/catalog.sqlite"))
+        return [tenant for tenant in (MAIN, *others) if self.catalog_of(tenant).exists()]
 
     def make(self) -> None:
         try:
@@ -43,45 +70,68 @@ class Home:
                 f"can't make the home folder {self.path}: {error.strerror}; choose another --home"
             ) from error
 
-    def open_catalog(self) -> Catalog:
+    def open_catalog(self, tenant: str = MAIN) -> Catalog:
         self.make()
-        return Catalog(self.catalog)
+        return Catalog(self.catalog_of(tenant), scope="" if tenant == MAIN else tenant)
 
     def open_store(self, **options: Any) -> SegmentStore:
         return SegmentStore(self.kv, **options)
 
-    def check_owner(self, catalog: Catalog, owner: Owner) -> None:
-        """Raise StoreError if the home holds documents that other models indexed."""
-        fingerprint, embedder = catalog.get_setting(_MODEL_SETTING), catalog.get_setting(_EMBEDDER_SETTING)
-        if fingerprint is None or not catalog.documents():
-            return
-        name, _, digest = fingerprint.rpartition(" ")
-        remedy = f"Use that one, another --home, or delete {self.catalog} and index again"
-        if digest != owner.fingerprint:
-            raise StoreError(
-                f"{self.path} was indexed with the model {name} (fingerprint {digest[:8]}), not with {owner.model} "
-                f"(fingerprint {owner.fingerprint[:8]}). {remedy}"
-            )
-        if embedder != owner.embedder:
-            raise StoreError(f"{self.path} was indexed with the embedder {embedder}, not {owner.embedder}. {remedy}")
+    def chunk_hashes(self) -> set[str]:
+        """Of all tenants' documents."""
+        hashes: set[str] = set()
+        for tenant in self.tenants():
+            with self.open_catalog(tenant) as catalog:
+                hashes |= catalog.chunk_hashes()
+        return hashes
 
-    def fingerprint(self, catalog: Catalog) -> str | None:
-        """Of the model that the home was indexed with, None before the first time."""
-        setting = catalog.get_setting(_MODEL_SETTING)
-        return setting and setting.rpartition(" ")[2]
+    def check_owner(self, owner: Owner) -> None:
+        """Raise StoreError if the home holds documents that other models indexed."""
+        for tenant in self.tenants():
+            with self.open_catalog(tenant) as catalog:
+                fingerprint, embedder = catalog.get_setting(_MODEL_SETTING), catalog.get_setting(_EMBEDDER_SETTING)
+                if fingerprint is None or not catalog.has_documents:
+                    continue
+            name, _, digest = fingerprint.rpartition(" ")
+            where = catalog.path.parent
+            remedy = f"Use that one, another --home, or delete {catalog.path} and index again"
+            if digest != owner.fingerprint:
+                raise StoreError(
+                    f"{where} was indexed with the model {name} (fingerprint {digest[:8]}), not with {owner.model} "
+                    f"(fingerprint {owner.fingerprint[:8]}). {remedy}"
+                )
+            if embedder != owner.embedder:
+                raise StoreError(f"{where} was indexed with the embedder {embedder}, not {owner.embedder}. {remedy}")
+
+    def fingerprint(self) -> str | None:
+        """Of the model that the documents were indexed with, None before the first time."""
+        found = None
+        for tenant in self.tenants():
+            with self.open_catalog(tenant) as catalog:
+                setting = catalog.get_setting(_MODEL_SETTING)
+                if setting and (found is None or catalog.has_documents):
+                    found = setting.rpartition(" ")[2]
+        return found
 
     def claim(self, catalog: Catalog, owner: Owner) -> None:
-        """Record the models that the home's documents are indexed with from now on."""
+        """Record the models that a tenant's documents are indexed with from now on."""
         catalog.put_setting(_MODEL_SETTING, f"{owner.model} {owner.fingerprint}")
         catalog.put_setting(_EMBEDDER_SETTING, owner.embedder)
 
     @contextmanager
     def indexing(self) -> Iterator[None]:
-        """Hold the home for one command that changes it. Raises StoreError if another one is at work."""
+        """Hold the home for this process, which changes it. Raises BusyError if another one does.
+
+        Of one `Home` it may be held several times at once: who holds it orders the changes.
+        """
         try:
-            with filelock.FileLock(self.path / "index.lock", timeout=0):
-                yield
+            self._lock.acquire()
         except filelock.Timeout:
-            raise StoreError(
-                f"another `ragkv index` or `ragkv store` is at work on {self.path}; wait until it has finished"
+            raise BusyError(
+                f"another `ragkv` is changing {self.path} (index, store, or a server that indexes uploads); wait until "
+                "it has finished"
             ) from None
+        try:
+            yield
+        finally:
+            self._lock.release()

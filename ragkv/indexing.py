@@ -4,7 +4,8 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import xxhash
@@ -14,21 +15,22 @@ from ragkv.engine.job import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING
 from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
-from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.embedder import Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.neighbours import nearest
 from ragkv.store.eviction import Hint
-from ragkv.workspace import Workspace
+from ragkv.upkeep import Deletion, delete_for_good
+from ragkv.workspace import Corpus, Workspace
 
 
 class Indexer:
-    """Brings a workspace's catalogue, vectors and KV up to date with documents."""
+    """Brings a corpus' catalogue and vectors, and the workspace's KV, up to date with documents."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self._at, self._settings = workspace, workspace.config.index
-        self._chunker = Chunker(workspace.folder, self._settings.chunk_tokens, self._settings.chunk_overlap)
+    def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
+        self._at, self._corpus, self._settings = workspace, corpus, workspace.config.index
+        self._in_work: set[str] = set()  # documents whose chunks are being captured
+        self._captured: set[str] = set()  # chunks that are captured for them
 
     async def ingest(
         self,
@@ -41,34 +43,92 @@ class Indexer:
         Unchanged documents cost no work. Interrupted at any moment, it goes on where it stopped when run again: a
         document is in the catalogue only once the KV of all its chunks is in the store. hint: how the KV of all
         documents in `paths` is to be treated when room is needed; None leaves it as it was. Raises StoreError if there
-        is no space or another ingest is at work; a bad document is reported and the others are indexed.
+        is no space or another process is changing the home; a bad document is reported and the others are indexed.
         """
         with self._at.home.indexing():
-            self._at.home.check_owner(self._at.catalog, self._at.owner)
-            self._at.home.claim(self._at.catalog, self._at.owner)
-            self._at.catalog.put_setting(CAPTURES_SETTING, str(self._settings.captures))
-            self._at.catalog.put_setting(ANCHOR_SETTING, self._at.anchor_hash)
             report = IngestReport()
             files = find_files(paths)
-            found = await asyncio.to_thread(self._load, files, report, progress)
-            if found.work or self._anchor_is_lost():
-                await self._capture_anchor()
-            captures = self._settings.captures
-            total, done = captures * sum(len(item.chunks) for item in found.work), 0
-            for batch in batches(found.work):
-                await self._ingest_batch(batch, report, Step(progress, done, total))
-                done += captures * sum(len(item.chunks) for item in batch)
-            self._remove_missing(paths, found, report)
+            found = Found(files={str(file.resolve()) for file in files})
+            await asyncio.to_thread(self._load, files, found, report, progress)
+            await self._index(found, report, progress, lambda id: False)
+            await self._finish(self._missing(paths, found), found, report, hint)
+            return report
+
+    async def ingest_documents(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[IngestProgress], None] = lambda step: None,
+        hint: Hint | None = None,
+        is_withdrawn: Callable[[str], bool] = lambda id: False,
+    ) -> IngestReport:
+        """As `ingest`, of documents that were read before; of the files they are from, other documents are removed.
+
+        is_withdrawn: asked just before a document would be entered into the catalogue.
+        """
+        with self._at.home.indexing():
+            report = IngestReport()
+            found = Found()
+            await asyncio.to_thread(self._consider_all, documents, found, report)
+            await self._index(found, report, progress, is_withdrawn)
+            ids = self._corpus.catalog.document_ids()
+            vanished = [id for id in ids if source_file(id) in found.files and id not in found.documents]
+            await self._finish(vanished, found, report, hint)
+            return report
+
+    async def delete(self, ids: Collection[str]) -> Deletion:
+        """Delete these documents with their vectors and KV, for good before it returns. Waits for a batch in work that
+        has one of them. Raises BusyError if another process is changing the home."""
+        with self._at.home.indexing():
+            async with self._at.capturing if self._in_work & set(ids) else nullcontext():
+                corpus, store = self._corpus, self._at.store
+                return await asyncio.to_thread(
+                    delete_for_good, corpus.catalog, corpus.index, store, ids, wanted=set(self._captured)
+                )
+
+    async def _index(
+        self,
+        found: Found,
+        report: IngestReport,
+        progress: Callable[[IngestProgress], None],
+        is_withdrawn: Callable[[str], bool],
+    ) -> None:
+        """Capture what there is to do, batch by batch."""
+        self._at.home.claim(self._corpus.catalog, self._at.owner)
+        self._at.main.catalog.put_setting(CAPTURES_SETTING, str(self._settings.captures))
+        self._at.main.catalog.put_setting(ANCHOR_SETTING, self._at.anchor_hash)
+        if found.work or self._anchor_is_lost():
+            await self._capture_anchor()
+        captures = self._settings.captures
+        total, done = captures * sum(len(item.chunks) for item in found.work), 0
+        for batch in batches(found.work):
+            async with self._at.capturing:
+                self._in_work = {item.document.id for item in batch}
+                try:
+                    await self._ingest_batch(batch, report, Step(progress, done, total), is_withdrawn)
+                finally:
+                    self._in_work, self._captured = set(), set()
+            done += captures * sum(len(item.chunks) for item in batch)
+
+    async def _finish(self, vanished: Iterable[str], found: Found, report: IngestReport, hint: Hint | None) -> None:
+        def finish() -> None:
+            for id in vanished:
+                hashes = self._hashes_of([id])
+                self._corpus.catalog.delete_document(id)
+                report.chunks_deleted += self.forget(hashes)
+                report.documents_removed += 1
             report.chunks_deleted += self._collect_garbage()
             if hint is not None:
                 self._at.store.hint(self._hashes_of(found.documents), hint)
-            self._at.index.sync(self._at.catalog)
-            self._at.index.save()
-            return report
+            self._corpus.index.sync(self._corpus.catalog)
+            self._corpus.index.save()
 
-    def _load(self, files: Sequence[Path], report: IngestReport, progress: Callable[[IngestProgress], None]) -> Found:
+        async with self._at.capturing:
+            await asyncio.to_thread(finish)
+
+    def _load(
+        self, files: Sequence[Path], found: Found, report: IngestReport, progress: Callable[[IngestProgress], None]
+    ) -> None:
         """Read every file; chunk what is new or changed."""
-        found = Found({str(file.resolve()) for file in files})
         stored = self._stored(self._at.anchor_hash)
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
@@ -76,22 +136,31 @@ class Indexer:
                 if isinstance(document, DocumentError):
                     report.rejected.append(document)
                     found.rejected.add(str(file.resolve()))
-                    continue
-                found.documents.add(document.id)
-                digest = self._digest(document)
-                known = self._at.catalog.document_digest(document.id)
-                if known == digest and self._has_all_kv(document.id, stored):
-                    report.documents_unchanged += 1
-                    continue
-                try:
-                    found.work.append(Work(document, digest, self._chunker.split(document)))
-                except DocumentError as error:
-                    report.rejected.append(error)
-                    continue
-                report.documents_new += known is None
-                report.documents_changed += known is not None
+                else:
+                    self._consider(document, stored, found, report)
         progress(IngestProgress("load", len(files), len(files), ""))
-        return found
+
+    def _consider_all(self, documents: Iterable[Document], found: Found, report: IngestReport) -> None:
+        stored = self._stored(self._at.anchor_hash)
+        for document in documents:
+            found.files.add(source_file(document.id))
+            self._consider(document, stored, found, report)
+
+    def _consider(self, document: Document, stored: set[str], found: Found, report: IngestReport) -> None:
+        """Chunk the document, unless the catalogue has it as it is."""
+        found.documents.add(document.id)
+        digest = self._digest(document)
+        known = self._corpus.catalog.document_digest(document.id)
+        if known == digest and self._has_all_kv(document.id, stored):
+            report.documents_unchanged += 1
+            return
+        try:
+            found.work.append(Work(document, digest, self._at.chunker.split(document)))
+        except DocumentError as error:
+            report.rejected.append(error)
+            return
+        report.documents_new += known is None
+        report.documents_changed += known is not None
 
     def _digest(self, document: Document) -> str:
         """Changes whenever the document would be indexed differently."""
@@ -99,7 +168,7 @@ class Indexer:
         return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
 
     def _has_all_kv(self, document_id: str, stored: set[str]) -> bool:
-        chunks = self._at.catalog.document_chunks(document_id)
+        chunks = self._corpus.catalog.document_chunks(document_id)
         return not self._at.fuses or all(chunk.chunk_hash in stored for chunk in chunks)
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
@@ -109,15 +178,18 @@ class Indexer:
         stored = self._stored(self._at.anchor_hash)
         for document in (document for file in find_files(paths) for document in load_file(file)):
             if isinstance(document, Document) and not (
-                self._at.catalog.document_digest(document.id) == self._digest(document)
+                self._corpus.catalog.document_digest(document.id) == self._digest(document)
                 and self._has_all_kv(document.id, stored)
             ):
                 return True
         return False
 
     def _anchor_is_lost(self) -> bool:
-        indexed = self._at.fuses and bool(self._at.catalog.documents())
-        return indexed and self._at.anchor_hash not in self._stored(ROOT_HASH)
+        return (
+            self._at.fuses
+            and self._corpus.catalog.has_documents
+            and self._at.anchor_hash not in self._stored(ROOT_HASH)
+        )
 
     def _stored(self, anchor_hash: str) -> set[str]:
         """The chunks that have this model's KV, captured behind this anchor: an import may have brought others too.
@@ -129,13 +201,18 @@ class Indexer:
         return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == behind}
 
     async def _ingest_batch(
-        self, batch: Sequence[Work], report: IngestReport, progress: Callable[[int, str], None]
+        self,
+        batch: Sequence[Work],
+        report: IngestReport,
+        progress: Callable[[int, str], None],
+        is_withdrawn: Callable[[str], bool],
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
         engine = await self._at.start()
         texts = [chunk.text for item in batch for chunk in item.chunks]
         vectors = await asyncio.to_thread(self._at.embedder.embed, texts)
-        titles = {chunk_hash(c.token_ids): item.document.title for item in batch for c in item.chunks}
+        hashes = [[chunk_hash(c.token_ids, self._corpus.catalog.scope) for c in item.chunks] for item in batch]
+        self._captured = {digest for each in hashes for digest in each}
         if self._at.fuses:
             tokens = [c.token_ids for item in batch for c in item.chunks]
             done = 0
@@ -145,18 +222,21 @@ class Indexer:
                 done += num_captures
                 progress(done, titles[digest])
 
-            kv, digests = self._at.chunk_kv(engine), list(map(chunk_hash, tokens))
+            titles = {digest: item.document.title for item, each in zip(batch, hashes, strict=True) for digest in each}
+            kv, digests = self._at.chunk_kv(engine), [digest for each in hashes for digest in each]
             chunks = dict(zip(digests, tokens, strict=True))
             others = self._others(kv, chunks, digests, vectors)
             report.chunks_prefilled += await kv.capture(engine, self._at.store, chunks, others, advance)
         progress(self._settings.captures * len(texts), "")
         start = 0
-        for item in batch:
-            old = {chunk.chunk_hash for chunk in self._at.catalog.document_chunks(item.document.id)}
-            end = start + len(item.chunks)
-            document = item.document
-            self._at.catalog.put_document(document.id, document.title, item.digest, item.chunks, vectors[start:end])
-            report.chunks_deleted += self._at.forget(old)
+        for item, new in zip(batch, hashes, strict=True):
+            document, old, end = item.document, self._hashes_of([item.document.id]), start + len(item.chunks)
+            if is_withdrawn(document.id):
+                report.chunks_deleted += self.forget(new)
+            else:
+                catalog = self._corpus.catalog
+                catalog.put_document(document.id, document.title, item.digest, item.chunks, vectors[start:end])
+                report.chunks_deleted += self.forget(old)
             start = end
 
     def _others(
@@ -165,32 +245,36 @@ class Indexer:
         """The chunks that are likely to stand before each of these in a prompt: the nearest ones."""
         if kv.captures == 1:
             return {}
-        self._at.index.sync(self._at.catalog)
-        others = nearest(digests, vectors, self._at.catalog, self._at.index, kv.captures - 1)
+        self._corpus.index.sync(self._corpus.catalog)
+        others = nearest(digests, vectors, self._corpus.catalog, self._corpus.index, kv.captures - 1)
         wanted = {other for found in others.values() for other in found}
-        lengths = self._at.catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
+        lengths = self._corpus.catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
         return {digest: [kv.span(h, lengths[h]) for h in found if h in lengths] for digest, found in others.items()}
 
-    def _remove_missing(self, paths: Sequence[Path], found: Found, report: IngestReport) -> None:
-        """Remove documents that lay in the folders and files given and are there no longer."""
+    def _missing(self, paths: Sequence[Path], found: Found) -> list[str]:
+        """Documents that lay in the folders and files given and are there no longer."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
-        for document in self._at.catalog.documents():
-            file = document.id if document.id in found.files else source_file(document.id)
+        missing = []
+        for id in self._corpus.catalog.document_ids():
+            file = id if id in found.files else source_file(id)
             read = file in found.files or any(Path(file).is_relative_to(folder) for folder in folders)
-            if read and document.id not in found.documents and file not in found.rejected:
-                hashes = {chunk.chunk_hash for chunk in self._at.catalog.document_chunks(document.id)}
-                self._at.catalog.delete_document(document.id)
-                report.chunks_deleted += self._at.forget(hashes)
-                report.documents_removed += 1
+            if read and id not in found.documents and file not in found.rejected:
+                missing.append(id)
+        return missing
 
     def _hashes_of(self, document_ids: Iterable[str]) -> set[str]:
-        return {chunk.chunk_hash for id in document_ids for chunk in self._at.catalog.document_chunks(id)}
+        return {chunk.chunk_hash for id in document_ids for chunk in self._corpus.catalog.document_chunks(id)}
+
+    def forget(self, hashes: Iterable[str]) -> int:
+        """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
+        gone = self._corpus.catalog.unreferenced(hashes)
+        if gone:
+            self._at.store.delete(gone)
+        return len(gone)
 
     def _collect_garbage(self) -> int:
         """Delete KV that an interrupted run left without a document."""
-        orphans = (
-            set(self._at.store.chunk_hashes(evicted=True)) - self._at.catalog.chunk_hashes() - {self._at.anchor_hash}
-        )
+        orphans = set(self._at.store.chunk_hashes(evicted=True)) - self._at.home.chunk_hashes() - {self._at.anchor_hash}
         if orphans:
             self._at.store.delete(orphans)
         return len(orphans)
@@ -206,11 +290,11 @@ class Indexer:
         if digest == self._at.anchor_hash:
             await self._capture_anchor()
             return True
-        chunk = self._at.catalog.chunk_of(digest)
+        chunk = self._corpus.catalog.chunk_of(digest)
         if chunk is None:
             return False
         engine = await self._at.start()
         kv, chunks = self._at.chunk_kv(engine), {digest: chunk.token_ids}
-        _, vectors = self._at.catalog.vectors([chunk.id])
+        _, vectors = self._corpus.catalog.vectors([chunk.id])
         await kv.capture(engine, self._at.store, chunks, self._others(kv, chunks, [digest], vectors))
-        return True
+        return not self.forget([digest])  # the document may have been deleted meanwhile

@@ -46,7 +46,7 @@ class Work:
 class Found:
     """What the files hold: paths of all, and of those with a rejected document; document ids; what there is to do."""
 
-    files: set[str]
+    files: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)

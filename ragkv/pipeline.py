@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,15 +21,15 @@ from ragkv.answer import (
     Delta,
     Retrieved,
     Source,
+    Strip,
     Timings,
     Turn,
-    Usage,
 )
 from ragkv.bench import Bench
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import Config
+from ragkv.config import MAIN, Config
 from ragkv.controller import Plan, Profile
-from ragkv.conversation import Threads, fit, in_one_turn
+from ragkv.conversation import Fitted, Threads, fit, in_one_turn
 from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.job import FuseTask, missing_kv
 from ragkv.errors import ContextTooLongError, StoreError
@@ -39,27 +39,32 @@ from ragkv.planning import planned
 from ragkv.policies import Policy
 from ragkv.profiling import ProfileFile, measure
 from ragkv.prompt import Prompt
+from ragkv.provenance import runs_of, usage_of
 from ragkv.recapture import Recapture
+from ragkv.retriever.catalog import Chunk, DocumentInfo
+from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.retriever import Hit, Retriever
+from ragkv.retriever.retriever import Hit, Retriever, merged
 from ragkv.store.eviction import Hint
+from ragkv.upkeep import Deletion
 from ragkv.workspace import Workspace
-
-_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
-
 
 logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """One home and one running model. Usable by many tasks of one event loop at a time."""
+    """One tenant's documents and a running model. Usable by many tasks of one event loop at a time."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, tenant: str = MAIN, reads: Sequence[str] = ()) -> None:
+        """reads: other tenants, whose documents are searched too."""
         self.workspace = self._at = workspace
         self.config = config = workspace.config
-        self._indexer = Indexer(workspace)
-        self._retriever = Retriever(workspace.catalog, workspace.index, workspace.embedder)
-        self._recapture = Recapture(self._indexer.capture_again)
+        self.tenant = tenant
+        self._corpora = {corpus.catalog.scope: corpus for corpus in map(workspace.corpus, (tenant, *reads))}
+        self._own = workspace.corpus(tenant)
+        self._indexer = Indexer(workspace, self._own)
+        self._retrievers = [Retriever(c.catalog, c.index, workspace.embedder) for c in self._corpora.values()]
+        self._recapture = Recapture(self._capture_again)
         self._threads = Threads()
         policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(
@@ -86,6 +91,7 @@ class Pipeline:
         return await self._at.start(report)
 
     async def close(self) -> None:
+        """Of several pipelines that share a workspace, each may be closed."""
         await self._recapture.close()
         await self._at.close()
 
@@ -115,6 +121,45 @@ class Pipeline:
         """As `Indexer.ingest`."""
         return await self._indexer.ingest(paths, progress, hint)
 
+    async def ingest_documents(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[IngestProgress], None] = lambda step: None,
+        hint: Hint | None = None,
+        is_withdrawn: Callable[[str], bool] = lambda id: False,
+    ) -> IngestReport:
+        """As `Indexer.ingest_documents`."""
+        return await self._indexer.ingest_documents(documents, progress, hint, is_withdrawn)
+
+    async def delete(self, ids: Collection[str]) -> Deletion:
+        """As `Indexer.delete`."""
+        return await self._indexer.delete(ids)
+
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """As `Catalog.documents`, of the tenant's own."""
+        return self._own.catalog.documents(after, limit)
+
+    def document_ids(self) -> list[str]:
+        return self._own.catalog.document_ids()
+
+    @property
+    def text_bytes(self) -> int:
+        """Of the tenant's own documents together."""
+        return self._own.catalog.text_bytes
+
+    def document(self, id: str) -> tuple[DocumentInfo, list[tuple[Chunk, bool]]] | None:
+        """One of the tenant's own documents, and its chunks with whether their KV is stored; None if it isn't there."""
+        info = self._own.catalog.document(id)
+        if info is None:
+            return None
+        stored = set(self._at.store.chunk_hashes())
+        return info, [(chunk, chunk.chunk_hash in stored) for chunk in self._own.catalog.document_chunks(id)]
+
+    async def search(self, question: str, top_k: int) -> list[Source]:
+        """The chunks that would be found for a question, best first."""
+        found = await asyncio.to_thread(self._search, [question], top_k)
+        return self._sources(found[-1])
+
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """As `Indexer.needs_model`."""
         return self._indexer.needs_model(paths)
@@ -137,7 +182,7 @@ class Pipeline:
         try:
             self._profile = await measure(bench, kv, policy, self._at.store, engine.max_model_len)
         finally:
-            self._at.forget(bench.captured)
+            Indexer(self._at, self._at.main).forget(bench.captured)
         if self._profile is not None:
             self._profiles.save(self._profile)
         return self._profile
@@ -210,14 +255,27 @@ class Pipeline:
                 "".join(texts),
                 sources,
                 policy.label,
-                _usage(prompt, output, num_tokens),
+                usage_of(prompt, output, num_tokens),
                 timings,
                 output.finish_reason or "abort",
                 self._at.fallback or (missing_kv(len(missing), len(task.spans)) if missing else None),
                 plan,
+                self._strip(fitted, output) if options.explain else None,
             ),
             output,
         )
+
+    def _strip(self, fitted: Fitted, output: EngineOutput) -> Strip:
+        places = {hit.chunk.chunk_hash: i for i, hit in enumerate(fitted.found)}
+        runs = runs_of(fitted.prompt, output, [places.get(hit.chunk.chunk_hash) for hit in fitted.hits])
+        return Strip(self._at.layout.token_texts(fitted.prompt.token_ids), runs)
+
+    async def _capture_again(self, digest: str) -> bool:
+        """Also of a tenant whose documents are searched too."""
+        for corpus in self._corpora.values():
+            if await Indexer(self._at, corpus).capture_again(digest):
+                return True
+        return False
 
     async def _hint(self, digests: Sequence[str], hint: Hint) -> None:
         try:
@@ -241,22 +299,34 @@ class Pipeline:
 
     def _search(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
         """For each question, heeding those before it."""
-        return [self._retriever.search(text, top_k, questions[:i]) for i, text in enumerate(questions)]
+        return [
+            merged([each.search(text, top_k, questions[:i]) for each in self._retrievers], top_k)
+            for i, text in enumerate(questions)
+        ]
 
     def _sources(self, hits: Sequence[Hit]) -> list[Source]:
-        titles = {document.id: document.title for document in self._at.catalog.documents()}
+        titles = {
+            (scope, id): title
+            for scope, corpus in self._corpora.items()
+            for id, title in corpus.catalog.titles({h.chunk.document_id for h in hits if h.scope == scope}).items()
+        }
         return [
-            Source(c.document_id, titles.get(c.document_id, ""), c.id, c.ordinal, hit.score, c.text)
+            Source(
+                c.document_id, titles.get((hit.scope, c.document_id), ""), c.id, c.ordinal, hit.score, c.text, corpus
+            )
             for hit in hits
-            for c in (hit.chunk,)
+            for c, tenant in ((hit.chunk, self._corpora[hit.scope].tenant),)
+            for corpus in (tenant if tenant != self.tenant else None,)
         ]
 
     def _salt(self, prompt: Prompt, policy: Policy) -> str | None:
-        """Fused KV is an approximation: it is shared only by requests that would compute the same one."""
+        """Fused KV is an approximation: it is shared only by requests that would compute the same one. And a tenant's
+        is no other's, for a hit could be told by its time."""
+        own = "" if self.tenant == MAIN else f"-{self.tenant}"
         if policy.name == "full" or not self._at.fuses:
-            return None
+            return f"ragkv-full{own}" if own else None
         scope = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
-        return f"ragkv-{policy.label}-{scope}"
+        return f"ragkv-{policy.label}-{scope}{own}"
 
     def _finished(self, answer: Answer, output: EngineOutput) -> Answer:
         """Add what the worker reported to the answer."""
@@ -269,20 +339,3 @@ class Pipeline:
             answer.timings, load_ms=report.load_ms, probe_ms=report.probe_ms, recompute_ms=report.recompute_ms
         )
         return replace(answer, policy=report.policy, fallback=report.problem, timings=stages)
-
-
-def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> Usage:
-    """vLLM itself computes the prompt's last token, whatever was fused before it."""
-    num_tokens, report = len(prompt.token_ids), output.report
-    if report is None or report.failed:
-        prefix = 0 if report else output.num_cached_tokens
-        return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
-    recomputed = report.recomputed_tokens + 1
-    return Usage(
-        num_tokens,
-        report.prefix_tokens,
-        report.reused_tokens,
-        recomputed,
-        num_completion_tokens,
-        report.memory_tokens,
-    )

@@ -69,6 +69,11 @@ class PromptLayout:
         """The asker's own instruction, to stand before a question's tokens."""
         return self._plain(f"{instruction}\n\n") if instruction else []
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Of each token by itself: part of a character is a replacement character."""
+        texts: list[str] = self._tokenizer.batch_decode([[id] for id in token_ids])
+        return texts
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._tokenizer.eos_token_id

@@ -4,11 +4,12 @@ As in an ingest, documents leave the catalogue first, then their KV goes: killed
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragkv.config import MAIN
 from ragkv.engine.job import ROOT_HASH
 from ragkv.errors import StoreError
 from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home
@@ -44,31 +45,37 @@ class Garbage:
     size_bytes: int
 
 
-def delete_documents(home: Home, names: Sequence[str]) -> Deletion:
+def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> Deletion:
     """Delete documents, by id or by the path of a file or folder, for good before it returns.
 
     Raises StoreError, having deleted nothing, for a name that no document has.
     """
-    if not home.catalog.exists():
-        raise StoreError(f"nothing is indexed in {home.path}; `ragkv index PATH` indexes documents")
-    with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
-        documents = _find(home, catalog, names)
-        hashes = {chunk.chunk_hash for id in documents for chunk in catalog.document_chunks(id)}
-        for id in documents:
-            catalog.delete_document(id)
-        gone = catalog.unreferenced(hashes)
-        size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in gone)
+    if not home.catalog_of(tenant).exists():
+        raise StoreError(f"nothing is indexed in {home.folder(tenant)}; `ragkv index PATH` indexes documents")
+    with home.indexing(), home.open_catalog(tenant) as catalog, closing(home.open_store()) as store:
+        return delete_for_good(catalog, VectorIndex(home.index_of(tenant)), store, _find(home, catalog, names))
+
+
+def delete_for_good(
+    catalog: Catalog, index: VectorIndex, store: SegmentStore, ids: Collection[str], wanted: Collection[str] = ()
+) -> Deletion:
+    """Delete documents with their vectors, and the KV of chunks that only they have. wanted: hashes of chunks whose
+    KV stays, for documents that are about to come."""
+    hashes = {chunk.chunk_hash for id in ids for chunk in catalog.document_chunks(id)}
+    deleted = [id for id in ids if catalog.delete_document(id)]
+    gone = catalog.unreferenced(hashes) - set(wanted)
+    size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in gone)
+    if gone:
         store.delete(gone)
-        index = VectorIndex(home.index)
-        index.sync(catalog)
-        index.save()
-        catalog.empty_log()
-    return Deletion(documents, len(gone), len(hashes) - len(gone), size_bytes)
+    index.sync(catalog)
+    index.save()
+    catalog.empty_log()
+    return Deletion(deleted, len(gone), len(hashes) - len(gone), size_bytes)
 
 
 def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
     """The ids of all documents that these names mean."""
-    ids = [document.id for document in catalog.documents()]
+    ids = catalog.document_ids()
     found: dict[str, None] = {}
     unknown = []
     for name in names:
@@ -95,13 +102,15 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
     What killed processes gave up and didn't free goes in any case: that is part of opening the store. Raises StoreError
     for a home that nothing was indexed in: there all KV would be garbage, also what was just imported.
     """
-    if not home.catalog.exists():
+    if not home.tenants():
         raise _never_indexed(home)
     with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
         garbage = _garbage(home, catalog, store)
         if not dry_run:
             store.delete_keys(key for keys in garbage.values() for key in keys)
-            catalog.empty_log()
+            for tenant in home.tenants():
+                with home.open_catalog(tenant) as each:
+                    each.empty_log()
     return [
         Garbage(reason, len({key.chunk_hash for key in keys}), sum(keys.values())) for reason, keys in garbage.items()
     ]
@@ -109,12 +118,12 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
 
 def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dict[ChunkKey, int]]:
     """What nothing uses, by reason, with its size on disk."""
-    fingerprint, anchor = home.fingerprint(catalog), catalog.get_setting(ANCHOR_SETTING)
+    fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     if fingerprint is None:
         raise _never_indexed(home)
     captures = int(catalog.get_setting(CAPTURES_SETTING) or 1)
     behind = {anchor, average_hash(anchor, NEAREST, captures)} if anchor else None
-    hashes = catalog.chunk_hashes()
+    hashes = home.chunk_hashes()
 
     def reason(key: ChunkKey) -> str | None:
         is_anchor = key.anchor_hash == ROOT_HASH

@@ -1,14 +1,15 @@
 """One home and its models, open: what indexing and answering share."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ragkv import models
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import Config
+from ragkv.config import MAIN, Config
 from ragkv.engine.engine import Engine
 from ragkv.home import CAPTURES_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
+from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
@@ -17,12 +18,22 @@ from ragkv.store.segment_store import SegmentStore
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 
 
+class Corpus:
+    """One tenant's documents, open: their catalogue and the index of their vectors."""
+
+    def __init__(self, home: Home, tenant: str) -> None:
+        self.tenant = tenant
+        self.catalog = home.open_catalog(tenant)
+        self.index = VectorIndex(home.index_of(tenant))
+
+
 class Workspace:
     """Opens a home, after checking that it belongs to the configured models, and loads the embedder. vLLM starts with
     the first work that needs it.
 
-    engine: None until then. store: another object afterwards. Raises ModelError for a missing model, StoreError for a
-    home of another model or version.
+    engine: None until then. store: another object afterwards. capturing: held by who captures chunks for documents that
+    are in no catalogue yet, and by who deletes what no catalogue has. Raises ModelError for a missing model, StoreError
+    for a home of another model or version.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -30,16 +41,24 @@ class Workspace:
         self.folder = models.resolve(config.model.name, self.home.path)
         fingerprint = models.model_fingerprint(self.folder, config.model.dtype, self.home.path)
         self.owner = Owner(f"{config.model.name} in {config.model.dtype}", fingerprint, config.index.embedder)
-        self.catalog = self.home.open_catalog()
-        self.home.check_owner(self.catalog, self.owner)
+        self.home.check_owner(self.owner)
+        self.main = Corpus(self.home, MAIN)
+        self._corpora = {MAIN: self.main}
         report(f"loading {config.index.embedder}")
         self.layout = PromptLayout(self.folder)
         self.anchor_hash = chunk_hash(self.layout.anchor)
+        self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
-        self.index = VectorIndex(self.home.index)
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
+        self.capturing = asyncio.Lock()
         self._starting = asyncio.Lock()
+
+    def corpus(self, tenant: str) -> Corpus:
+        """The same object each time. Raises ConfigError for a name that can't be a tenant's."""
+        if tenant not in self._corpora:
+            self._corpora[tenant] = Corpus(self.home, tenant)
+        return self._corpora[tenant]
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, if it isn't running."""
@@ -52,31 +71,25 @@ class Workspace:
                     self.folder, model, self.home.kv, self.owner.fingerprint, self.config.store.worker_options()
                 )
                 self.store = self.home.open_store()
-                self.catalog.put_setting(_UNSUPPORTED_SETTING, self.engine.unsupported or "")
+                self.main.catalog.put_setting(_UNSUPPORTED_SETTING, self.engine.unsupported or "")
             return self.engine
 
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.close()
         self.store.close()
-        self.catalog.close()
+        for corpus in self._corpora.values():
+            corpus.catalog.close()
 
     @property
     def fallback(self) -> str | None:
         """Why this model's KV can't be fused, None if it can: as found out when vLLM last started on this home."""
-        return self.catalog.get_setting(_UNSUPPORTED_SETTING) or None
+        return self.main.catalog.get_setting(_UNSUPPORTED_SETTING) or None
 
     @property
     def fuses(self) -> bool:
         return self.fallback is None
 
     def chunk_kv(self, engine: Engine) -> ChunkKV:
-        captures = int(self.catalog.get_setting(CAPTURES_SETTING) or 1)
+        captures = int(self.main.catalog.get_setting(CAPTURES_SETTING) or 1)
         return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, captures)
-
-    def forget(self, hashes: Iterable[str]) -> int:
-        """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
-        gone = self.catalog.unreferenced(hashes)
-        if gone:
-            self.store.delete(gone)
-        return len(gone)

@@ -61,6 +61,7 @@ class DocumentInfo:
     id: str
     title: str
     num_chunks: int
+    num_tokens: int
     digest: str
 
 
@@ -68,17 +69,16 @@ class Catalog:
     """An open catalogue, made if there is none. Many threads may share it, many processes may open the same file.
 
     What a method has written survives kill -9 and loss of power. Every method raises StoreError if SQLite fails: no
-    space left, a damaged file, or another process that writes for longer than BUSY_TIMEOUT_S.
+    space left, a damaged file, or another process that writes for longer than BUSY_TIMEOUT_S. scope: of its chunks'
+    hashes (`chunk_hash`), always the same for the same file.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | Path, scope: str = "") -> None:
+        self.path, self.scope = Path(path), scope
         self._lock = threading.RLock()
         with self._translated():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             self._open()
         except BaseException:
@@ -121,7 +121,7 @@ class Catalog:
                 i,
                 chunk.text,
                 np.asarray(chunk.token_ids, "<i4").tobytes(),
-                chunk_hash(chunk.token_ids),
+                chunk_hash(chunk.token_ids, self.scope),
                 row.tobytes(),
             )
             for i, (chunk, row) in enumerate(zip(chunks, vectors, strict=True))
@@ -131,7 +131,7 @@ class Catalog:
             other = db.execute("SELECT length(vector) / 4 FROM chunks LIMIT 1").fetchone()
             if rows and other and other[0] != vectors.shape[1]:
                 raise StoreError(
-                    f"vectors of {vectors.shape[1]} dimensions don't fit the {other[0]} of '{self._path}'; use the "
+                    f"vectors of {vectors.shape[1]} dimensions don't fit the {other[0]} of '{self.path}'; use the "
                     "embedder it was made with, or delete its documents first"
                 )
             db.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", (id, title, digest))
@@ -153,16 +153,34 @@ class Catalog:
         """Have no file hold what was deleted any more. Raises StoreError if another process reads for too long."""
         if self._rows("PRAGMA wal_checkpoint(TRUNCATE)")[0][0]:
             raise StoreError(
-                f"what was deleted is still in '{self._path}-wal': another process reads the catalogue. Stop it, and "
+                f"what was deleted is still in '{self.path}-wal': another process reads the catalogue. Stop it, and "
                 "run `ragkv store gc`"
             )
 
-    def documents(self) -> list[DocumentInfo]:
-        rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), d.digest FROM documents d LEFT JOIN chunks c ON c.document_id = d.id "
-            "GROUP BY d.id ORDER BY d.id"
-        )
-        return [DocumentInfo(*row) for row in rows]
+    @property
+    def has_documents(self) -> bool:
+        return bool(self._rows("SELECT 1 FROM documents LIMIT 1"))
+
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """By id: up to `limit` of those that come after `after`."""
+        return self._infos("WHERE id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit)
+
+    @property
+    def text_bytes(self) -> int:
+        """Of all chunks together, in UTF-8. Reads them all."""
+        return int(self._rows("SELECT coalesce(sum(length(CAST(text AS BLOB))), 0) FROM chunks")[0][0])
+
+    def document(self, id: str) -> DocumentInfo | None:
+        found = self._infos("WHERE id = ?", id)
+        return found[0] if found else None
+
+    def document_ids(self) -> list[str]:
+        return [str(row[0]) for row in self._rows("SELECT id FROM documents ORDER BY id")]
+
+    def titles(self, ids: Iterable[str]) -> dict[str, str]:
+        """Of those of these documents that are here."""
+        rows = self._rows("SELECT id, title FROM documents WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
+        return {str(id): str(title) for id, title in rows}
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
         """Return the chunks in the order asked, without those that are gone."""
@@ -246,13 +264,22 @@ class Catalog:
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         )
         if application != APPLICATION_ID and (num_tables or version):
-            raise StoreError(f"'{self._path}' is another program's database; choose another place for the catalogue")
+            raise StoreError(f"'{self.path}' is another program's database; choose another place for the catalogue")
         if version > len(MIGRATIONS):
             raise StoreError(
-                f"'{self._path}' was made by a newer ragkv (version {version}, this one knows {len(MIGRATIONS)}); "
+                f"'{self.path}' was made by a newer ragkv (version {version}, this one knows {len(MIGRATIONS)}); "
                 "upgrade ragkv"
             )
         return int(version)
+
+    def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
+        rows = self._rows(
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0), d.digest "
+            f"FROM (SELECT * FROM documents {which}) d "
+            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
+            *parameters,
+        )
+        return [DocumentInfo(*row) for row in rows]
 
     def _rows(self, query: str, *parameters: object) -> list[Any]:
         with self._translated(), self._lock:
@@ -275,7 +302,7 @@ class Catalog:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"the catalogue '{self._path}' can't be used: {error}; {_remedy(error)}") from error
+            raise StoreError(f"the catalogue '{self.path}' can't be used: {error}; {_remedy(error)}") from error
 
 
 def _remedy(error: Exception) -> str:

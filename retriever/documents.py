@@ -28,7 +28,8 @@ _JSONL_RECORD = re.compile(r"(.*?\.jsonl)#", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Document:
-    """A text to index. `id` is the file's absolute path; for a record of a JSONL file `path#<id or line number>`."""
+    """A text to index. `id` is the file's absolute path, or the name it was given; for a record of a JSONL file
+    `path#<id or line number>`."""
 
     id: str
     title: str
@@ -65,19 +66,21 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(files.values())
 
 
-def load_file(path: str | Path) -> Iterator[Document | DocumentError]:
+def load_file(path: str | Path, name: str | None = None) -> Iterator[Document | DocumentError]:
     """Yield the file's documents, and a DocumentError in the place of each one that can't be indexed.
 
-    Never raises DocumentError: a bad record doesn't cost the good ones around it. JSONL is read line by line.
+    name: what the file is called, if not by its path; decides what kind it is. Never raises DocumentError: a bad record
+    doesn't cost the good ones around it. JSONL is read line by line.
     """
     path = Path(path)
     try:
         if not _is_utf8(str(path)):
             raise DocumentError(f"the file name {str(path)!r} isn't UTF-8; rename the file")
-        if path.suffix.lower() == ".jsonl":
-            yield from _load_jsonl(path)
+        shown, id = (str(path), str(path.resolve())) if name is None else (name, name)
+        if Path(shown).suffix.lower() == ".jsonl":
+            yield from _load_jsonl(path, shown, id)
         else:
-            yield _load_whole(path)
+            yield _load_whole(path, shown, id)
     except DocumentError as error:
         yield error
     except OSError as error:
@@ -100,22 +103,22 @@ def _named_file(path: Path) -> Path:
     if not path.exists():
         raise DocumentError(f"{str(path)!r} doesn't exist; give a directory or a file ({', '.join(SUFFIXES)})")
     if path.suffix.lower() not in SUFFIXES:
-        raise _unsupported(path)
+        raise unsupported(path)
     return path
 
 
-def _load_whole(path: Path) -> Document:
-    suffix = path.suffix.lower()
+def _load_whole(path: Path, shown: str, id: str) -> Document:
+    suffix = Path(shown).suffix.lower()
     if suffix not in _PARSERS:
-        raise _unsupported(path)
+        raise unsupported(shown)
     try:
         title, text = _PARSERS[suffix](path.read_bytes())
-        return Document(str(path.resolve()), _line(title) or path.name, _clean(text), suffix in _MARKDOWN)
+        return Document(id, _line(title) or Path(shown).name, _clean(text), suffix in _MARKDOWN)
     except DocumentError as error:
-        raise DocumentError(f"{str(path)!r}: {error}") from error
+        raise DocumentError(f"{shown!r}: {error}") from error
 
 
-def _load_jsonl(path: Path) -> Iterator[Document | DocumentError]:
+def _load_jsonl(path: Path, shown: str, id: str) -> Iterator[Document | DocumentError]:
     line_of: dict[str, int] = {}  # record id -> line number
     blank = True
     with path.open("rb") as lines:
@@ -124,14 +127,14 @@ def _load_jsonl(path: Path) -> Iterator[Document | DocumentError]:
                 continue
             blank = False
             try:
-                yield _load_record(path, number, line, line_of)
+                yield _load_record(id, number, line, line_of)
             except DocumentError as error:
-                yield DocumentError(f"{str(path)!r}, line {number}: {error}")
+                yield DocumentError(f"{shown!r}, line {number}: {error}")
     if blank:
-        raise DocumentError(f"{str(path)!r}: it's empty; remove it or give it text")
+        raise DocumentError(f"{shown!r}: it's empty; remove it or give it text")
 
 
-def _load_record(path: Path, number: int, line: bytes, line_of: dict[str, int]) -> Document:
+def _load_record(file: str, number: int, line: bytes, line_of: dict[str, int]) -> Document:
     """Turn one line into a document, and enter its id into `line_of`."""
     try:
         record: Any = json.loads(formats.decode(line))
@@ -143,7 +146,8 @@ def _load_record(path: Path, number: int, line: bytes, line_of: dict[str, int]) 
     text = _clean(record["text"])
     if (earlier := line_of.setdefault(name, number)) != number:
         raise DocumentError(f"the id {name!r} is also that of line {earlier}; give each record its own")
-    return Document(f"{path.resolve()}#{name}", _line(str(record.get("title") or f"{path.name}#{name}")), text, False)
+    title = _line(str(record.get("title") or f"{Path(file).name}#{name}"))
+    return Document(f"{file}#{name}", title, text, False)
 
 
 def _clean(text: str) -> str:
@@ -173,8 +177,8 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _unsupported(path: Path) -> DocumentError:
-    return DocumentError(f"{str(path)!r} is of a kind that can't be read; supported: {', '.join(SUFFIXES)}")
+def unsupported(name: str | Path) -> DocumentError:
+    return DocumentError(f"{str(name)!r} is of a kind that can't be read; supported: {', '.join(SUFFIXES)}")
 
 
 def _unreadable(path: Path, error: OSError) -> DocumentError:

@@ -1,5 +1,6 @@
 """The name of a chunk's content, the same in every layer. Knows nothing about where chunks come from."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,12 +10,14 @@ import xxhash
 NEAREST: Final = "nearest"  # the contexts that an index averages over: each chunk's nearest neighbours
 
 
-def chunk_hash(token_ids: Sequence[int]) -> str:
-    """Return the hex XXH3-128 of the token ids as little-endian int32.
+def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:
+    """Return the hex BLAKE2b-128 of the token ids as little-endian int32, keyed by `scope`.
 
-    Fast, not cryptographic: somebody who chooses both texts can make two of them collide.
+    scope: whose text it is, at most 64 bytes. The same text has another name in another scope, so that nothing that is
+    kept under the name is shared, nor found out by trying.
     """
-    return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
+    data = np.asarray(token_ids, dtype="<i4").tobytes()
+    return hashlib.blake2b(data, digest_size=16, key=scope.encode()).hexdigest()
 
 
 def average_hash(anchor_hash: str, contexts: str, num_captures: int) -> str:

@@ -25,10 +25,11 @@ class QuestionEmbedder(Protocol):
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk that was found, and its cosine similarity to the question."""
+    """A chunk that was found, and its cosine similarity to the question. scope: of the catalogue that has it."""
 
     chunk: Chunk
     score: float
+    scope: str = ""
 
 
 class Retriever:
@@ -66,5 +67,13 @@ class Retriever:
         scores = dict(found)
         hits: dict[str, Hit] = {}
         for chunk in self._catalog.chunks(list(scores)):
-            hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id]))
+            hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
         return list(hits.values())
+
+
+def merged(found: Sequence[Sequence[Hit]], top_k: int) -> list[Hit]:
+    """The best of several catalogues' hits, best first; a text that several of them have comes once, from the first."""
+    hits: dict[tuple[int, ...], Hit] = {}
+    for hit in (hit for each in found for hit in each):
+        hits.setdefault(hit.chunk.token_ids, hit)
+    return sorted(hits.values(), key=lambda hit: -hit.score)[:top_k]

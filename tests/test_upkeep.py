@@ -133,9 +133,9 @@ def test_a_home_where_nothing_is_indexed(tmp_path):
 
 
 def test_one_command_at_a_time_changes_a_home(home, folder):
-    with home.indexing():
+    with Home(home.path).indexing():
         for change in (lambda: delete_documents(home, [str(folder)]), lambda: collect_garbage(home)):
-            with pytest.raises(StoreError, match="is at work on .*; wait until it has finished"):
+            with pytest.raises(StoreError, match="is changing .*; wait until it has finished"):
                 change()
 
 

@@ -123,16 +123,14 @@ def import_kv(
         with target.indexing(), closing(store) as kv, output.ByteBar("Importing KV", total) as bar:
             done = import_chunks(source, kv, bar.advance)
     output.print_transfer(out, "imported", done)
-    if target.catalog.exists():
-        with target.open_catalog() as catalog:
-            fingerprint = target.fingerprint(catalog)
-        if fingerprint and done.fingerprints - {fingerprint}:
-            err.print(
-                f"some of it is of another model or dtype than {target.path} was indexed with, and isn't used; "
-                "`ragkv store gc` deletes it",
-                style="yellow",
-                soft_wrap=True,
-            )
+    fingerprint = target.fingerprint()
+    if fingerprint and done.fingerprints - {fingerprint}:
+        err.print(
+            f"some of it is of another model or dtype than {target.path} was indexed with, and isn't used; "
+            "`ragkv store gc` deletes it",
+            style="yellow",
+            soft_wrap=True,
+        )
     if done.problems:
         raise typer.Exit(1)
 

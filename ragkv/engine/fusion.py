@@ -48,8 +48,7 @@ class Fusion:
         report.missing_chunks = len(wanted) - len(present)
         report.lost_chunks = [span.chunk_hash for span in wanted if span not in present]
         self.source.store.use(map(self.source.key, wanted))
-        in_memory = [span for span in present if self.source.store.in_memory(self.source.key(span))]
-        report.memory_tokens = sum(span.end - span.start for span in in_memory)
+        in_memory = {span for span in present if self.source.store.in_memory(self.source.key(span))}
         while True:
             try:
                 yield from _Request(self.source, job, present, report).run(slice_tokens)
@@ -61,6 +60,7 @@ class Fusion:
                 report.lost_chunks.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
                 self.source.discard_if_corrupt(error)
+        report.loaded = [(span.start, span.end, span in in_memory) for span in present]
         report.entered_memory, report.left_memory = self.source.store.memory_changes()
         num_unusable = report.missing_chunks + report.corrupt_chunks
         if num_unusable:

@@ -128,8 +128,8 @@ class Report:
     counts as a chunk. lost_chunks: the hashes of both.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
     covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
-    memory_tokens: of the chunks that lay in the store's memory. entered_memory, left_memory: the hashes of the chunks
-    that have come there, and gone, since the last report.
+    loaded: where the chunks lie whose KV was used, as `(start, end, in_memory)`: whether it lay in the store's memory.
+    entered_memory, left_memory: the hashes of the chunks that have come there, and gone, since the last report.
     trace: for each pass and layer, if the task asks: the pass's stage, the layer, and when its load began and ended, in
     seconds of `time.perf_counter`, which all processes of a machine share.
     evenness: of that attention (`ragkv.policies.evenness`).
@@ -144,7 +144,7 @@ class Report:
     missing_chunks: int = 0
     corrupt_chunks: int = 0
     lost_chunks: list[str] = field(default_factory=list)
-    memory_tokens: int = 0
+    loaded: list[tuple[int, int, bool]] = field(default_factory=list)
     entered_memory: list[str] = field(default_factory=list)
     left_memory: list[str] = field(default_factory=list)
     load_ms: float = 0.0

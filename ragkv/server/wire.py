@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import asdict
 from http import HTTPStatus
@@ -17,14 +17,35 @@ from starlette.exceptions import HTTPException
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
 from ragkv.config import AnswerConfig, Config
-from ragkv.errors import ConfigError, ContextTooLongError, RagKVError
+from ragkv.errors import (
+    BusyError,
+    ConfigError,
+    ContextTooLongError,
+    DeadlineError,
+    DocumentError,
+    OverloadedError,
+    QuotaError,
+    RagKVError,
+)
+from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
+from ragkv.retriever.catalog import Chunk, DocumentInfo
+from ragkv.retriever.documents import Document
 from ragkv.store.eviction import HINTS, Hint
+from ragkv.upkeep import Deletion
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody is there to read it
-STATUSES: dict[type[RagKVError], int] = {ContextTooLongError: 413, ConfigError: 422}  # any other: 500
+STATUSES: dict[type[RagKVError], int] = {  # any other: 500
+    BusyError: 409,
+    ConfigError: 422,
+    ContextTooLongError: 413,
+    DeadlineError: 504,
+    DocumentError: 422,
+    OverloadedError: 429,
+    QuotaError: 413,
+}
 T = TypeVar("T")
 
 
@@ -37,10 +58,34 @@ class Pipeline(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
+    @property
+    def tenant(self) -> str: ...
+
     def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]: ...
 
     @property
     def counters(self) -> dict[str, int]: ...
+
+    async def search(self, question: str, top_k: int) -> list[Source]: ...
+
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]: ...
+
+    def document_ids(self) -> list[str]: ...
+
+    def document(self, id: str) -> tuple[DocumentInfo, list[tuple[Chunk, bool]]] | None: ...
+
+    @property
+    def text_bytes(self) -> int: ...
+
+    async def ingest_documents(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[IngestProgress], None],
+        hint: Hint | None,
+        is_withdrawn: Callable[[str], bool],
+    ) -> IngestReport: ...
+
+    async def delete(self, ids: Collection[str]) -> Deletion: ...
 
     async def close(self) -> None: ...
 
@@ -64,6 +109,10 @@ class Choices(BaseModel):
         + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
     )
 
+    explain: bool = Field(False, description="Say of each prompt token where its KV came from")
+    fresh: bool = Field(False, description="Keep vLLM's prefix cache out of it, to time it as if asked the first time")
+    timeout_s: float | None = Field(None, gt=0, le=86_400, description="Longest time for the whole answer, in seconds")
+
     def options(
         self, defaults: AnswerConfig, max_tokens: int | None, sampling: Sampling | None = None
     ) -> AnswerOptions:
@@ -73,8 +122,11 @@ class Choices(BaseModel):
             policy,
             self.top_k or defaults.top_k,
             max_tokens or defaults.max_tokens,
+            fresh=self.fresh,
             hint=self.hint,
             sampling=sampling or Sampling(),
+            explain=self.explain,
+            timeout_s=self.timeout_s or defaults.timeout_s,
         )
 
 
@@ -85,6 +137,7 @@ class SourceResponse(BaseModel):
     ordinal: int = Field(description="The chunk's place in its document, from 0")
     score: float = Field(description="Inner product of the embeddings")
     text: str
+    corpus: str | None = Field(None, description="Whose document it is; null: the asker's own")
 
     @classmethod
     def of(cls, source: Source) -> "SourceResponse":
@@ -112,9 +165,12 @@ class ErrorResponse(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in {
+        401: "A key is missing or unknown",
         413: "The question doesn't fit into the model's context",
         422: "Something in the request can't be used",
+        429: "Too much is being worked on, or asked for in a minute; Retry-After says when to try again",
         503: "The engine is not running",
+        504: "The answer took longer than timeout_s",
     }.items()
 }
 STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
@@ -195,7 +251,8 @@ def error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
-    return JSONResponse(error_of(error), status)
+    headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, OverloadedError) else None
+    return JSONResponse(error_of(error), status, headers)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,0 +1,43 @@
+"""Where the KV of each token of a prompt came from: what a worker's report says of it, added up or drawn."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ragkv.answer import Kind, Run, Usage
+from ragkv.engine.engine import EngineOutput
+from ragkv.prompt import Prompt
+
+
+def usage_of(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> Usage:
+    """vLLM itself computes the prompt's last token, whatever was fused before it."""
+    num_tokens, report = len(prompt.token_ids), output.report
+    if report is None or report.failed:
+        prefix = 0 if report else output.num_cached_tokens
+        return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
+    memory = sum(end - start for start, end, in_memory in report.loaded if in_memory)
+    recomputed = report.recomputed_tokens + 1
+    return Usage(num_tokens, report.prefix_tokens, report.reused_tokens, recomputed, num_completion_tokens, memory)
+
+
+def runs_of(prompt: Prompt, output: EngineOutput, sources: Sequence[int | None]) -> list[Run]:
+    """sources: for each chunk of the prompt, which of the answer's sources it is."""
+    num_tokens, report = len(prompt.token_ids), output.report
+    kinds: list[Kind] = ["computed"] * num_tokens
+    belongs: list[int | None] = [None] * num_tokens
+    for (start, end), source in zip(prompt.chunk_ranges, sources, strict=True):
+        belongs[start:end] = [source] * (end - start)
+    num_prefix = output.num_cached_tokens
+    if report is not None:
+        num_prefix = 0 if report.failed else report.prefix_tokens
+        for start, end, in_memory in () if report.failed else report.loaded:
+            kinds[start:end] = ["memory" if in_memory else "disk"] * (end - start)
+        for start, end in () if report.failed else report.recomputed_runs:
+            kinds[start:end] = ["recomputed"] * (end - start)
+    kinds[:num_prefix] = ["prefix"] * num_prefix
+    kinds[-1] = "computed"
+    runs, start = [], 0
+    for (kind, source), tokens in groupby(zip(kinds, belongs, strict=True)):
+        end = start + len(list(tokens))
+        runs.append(Run(start, end, kind, source))
+        start = end
+    return runs

@@ -1,0 +1,256 @@
+"""Documents as a resource: uploaded, watched on their way into the index, listed, searched, deleted."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import copyfileobj
+from typing import Annotated, Any, Literal
+
+import anyio.to_thread
+from fastapi import APIRouter, File, Form, HTTPException, Query, Request, Response, UploadFile
+from pydantic import BaseModel, Field, field_validator
+
+from ragkv.errors import DocumentError
+from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
+from ragkv.server.tenants import Tenants
+from ragkv.server.wire import ErrorResponse, SourceResponse, check_ready
+from ragkv.store.eviction import HINTS, Hint
+from ragkv.uploads import Status, Upload
+
+_MAX_NAME = 500
+_ERRORS: dict[int, str] = {
+    404: "There is no such thing, or no longer",
+    409: "The home is being changed by another process",
+    413: "The upload is too large",
+    422: "Something in the request can't be used",
+    429: "Too much is asked for or waiting; Retry-After says when to try again",
+    503: "The engine is not running",
+}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in (*statuses, 422)}
+
+
+class JobReport(BaseModel):
+    documents_new: int
+    documents_changed: int
+    documents_unchanged: int
+    documents_removed: int = Field(description="Records that an earlier upload of the same file had")
+    chunks_prefilled: int
+    chunks_deleted: int
+    rejected: list[str] = Field(description="Why a document isn't indexed after all")
+
+
+class Job(BaseModel):
+    """An upload on its way into the index."""
+
+    id: str
+    status: Status
+    created: float = Field(description="Seconds since 1970")
+    names: list[str] = Field(description="Of its files")
+    stage: Literal["load", "prefill"] | None = None
+    done: int = 0
+    total: int = 0
+    item: str = ""
+    report: JobReport | None = None
+    error: str | None = Field(description="Why it failed, or why it waits: then it is tried again")
+
+    @classmethod
+    def of(cls, upload: Upload) -> "Job":
+        fields: dict[str, Any] = dict(vars(upload.progress)) if upload.progress else {}
+        if upload.report:
+            rejected = [str(error) for error in upload.report.rejected]
+            fields["report"] = JobReport(**{**vars(upload.report), "rejected": rejected})
+        names = ("id", "status", "created", "names", "error")
+        return cls(**{name: getattr(upload, name) for name in names}, **fields)
+
+
+class JobList(BaseModel):
+    jobs: list[Job] = Field(description="Newest first. Finished ones are forgotten when the server restarts")
+
+
+class DocumentResponse(BaseModel):
+    name: str
+    title: str
+    num_chunks: int
+    num_tokens: int
+
+
+class DocumentList(BaseModel):
+    documents: list[DocumentResponse] = Field(description="By name")
+    next: str | None = Field(description="What to give as `after` for the next page; null: there is none")
+
+
+class ChunkResponse(BaseModel):
+    ordinal: int
+    num_tokens: int
+    text: str
+    stored: bool = Field(description="Whether its KV is stored; otherwise it is captured when it is asked for")
+
+
+class DocumentWithChunks(DocumentResponse):
+    chunks: list[ChunkResponse]
+
+
+class DeletionResponse(BaseModel):
+    name: str
+    documents: list[str] = Field(description="What the name meant: a JSONL file's name means all of its records")
+    num_chunks: int = Field(description="Whose KV is gone")
+    num_shared: int = Field(description="Chunks that stay, because other documents have them")
+    size_bytes: int = Field(description="What the KV took on disk")
+
+
+class SearchRequest(BaseModel):
+    query: str = Field(min_length=1, max_length=100_000)
+    top_k: int | None = Field(None, ge=1, le=100, description="Chunks to return; default: the server's")
+
+    @field_validator("query")
+    @classmethod
+    def _not_blank(cls, query: str) -> str:
+        if not query.strip():
+            raise ValueError("is blank")
+        return query
+
+
+class SearchResponse(BaseModel):
+    sources: list[SourceResponse] = Field(description="Best first")
+
+
+def documents(tenants: Tenants) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/documents", status_code=202, responses=_errors(413, 429, 503))
+    async def upload(
+        request: Request,
+        response: Response,
+        files: Annotated[list[UploadFile], File(description=f"{' '.join(SUFFIXES)}; the file name is the document's")],
+        hint: Annotated[
+            Hint | None,
+            Form(description="How its KV is treated when room is needed: " + "; ".join(map(": ".join, HINTS.items()))),
+        ] = None,
+    ) -> Job:
+        """Index files in the background. What was uploaded under the same name is replaced, what is the same as before
+        costs nothing. All or none: the job is there once all of them could be read, and from then on they are indexed
+        whatever happens to the server."""
+        tenant = tenants.of(request)
+        check_ready(tenant.pipeline)
+        names = _names(files)
+        with tempfile.TemporaryDirectory(prefix="ragkv-") as folder:
+            paths = [Path(folder, f"{i}{Path(name).suffix}") for i, name in enumerate(names)]
+            for file, path in zip(files, paths, strict=True):
+                await anyio.to_thread.run_sync(_save, file, path)
+            room = tenant.limits.max_text_bytes
+            if room is not None:
+                room -= await anyio.to_thread.run_sync(lambda: tenant.pipeline.text_bytes)
+            added = await tenant.uploads.add(list(zip(paths, names, strict=True)), hint, room)
+        response.headers["Location"] = f"/v1/jobs/{added.id}"
+        return Job.of(added)
+
+    @router.get("/jobs")
+    async def jobs(request: Request) -> JobList:
+        """Uploads, waiting and done."""
+        return JobList(jobs=[Job.of(upload) for upload in tenants.of(request).uploads.all()])
+
+    @router.get("/jobs/{id}", responses=_errors(404))
+    async def job(request: Request, id: str) -> Job:
+        """How far an upload is."""
+        found = tenants.of(request).uploads.get(id)
+        if found is None:
+            raise HTTPException(404, f"there is no job {id!r}; finished ones are forgotten when the server restarts")
+        return Job.of(found)
+
+    @router.get("/documents", responses=_errors())
+    async def list_documents(
+        request: Request,
+        after: Annotated[str, Query(description="The name behind which to begin")] = "",
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> DocumentList:
+        """Indexed documents."""
+        pipeline = tenants.of(request).pipeline
+        infos = await anyio.to_thread.run_sync(pipeline.documents, after, limit + 1)
+        more = infos[limit - 1].id if len(infos) > limit else None
+        return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
+
+    @router.get("/documents/{name:path}", responses=_errors(404))
+    async def get_document(
+        request: Request,
+        name: str,
+        offset: Annotated[int, Query(ge=0, le=1 << 62, description="Chunks to pass over")] = 0,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
+    ) -> DocumentWithChunks:
+        """A document and its chunks."""
+        found = await anyio.to_thread.run_sync(tenants.of(request).pipeline.document, name)
+        if found is None:
+            raise _no_document(name)
+        info, chunks = found
+        return DocumentWithChunks(
+            **_fields(info),
+            chunks=[
+                ChunkResponse(ordinal=c.ordinal, num_tokens=len(c.token_ids), text=c.text, stored=stored)
+                for c, stored in chunks[offset : offset + limit]
+            ],
+        )
+
+    @router.delete("/documents/{name:path}", responses=_errors(404, 409))
+    async def delete_document(request: Request, name: str) -> DeletionResponse:
+        """Delete a document, its vectors and its KV: gone when this returns. An upload of it that isn't indexed yet is
+        taken back."""
+        tenant = tenants.of(request)
+        withdrawn = await anyio.to_thread.run_sync(tenant.uploads.withdraw, name)
+        ids = await anyio.to_thread.run_sync(_meant, tenant.pipeline.document_ids(), name)
+        if not ids | withdrawn:
+            raise _no_document(name)
+        deletion = await tenant.pipeline.delete(ids | withdrawn)
+        return DeletionResponse(
+            name=name,
+            documents=sorted(ids | withdrawn),
+            num_chunks=deletion.num_chunks,
+            num_shared=deletion.num_shared,
+            size_bytes=deletion.size_bytes,
+        )
+
+    @router.post("/search", responses=_errors(429))
+    async def search(body: SearchRequest, request: Request) -> SearchResponse:
+        """The chunks that a question would be answered from."""
+        tenant = tenants.of(request)
+        with tenant.limits.request():
+            sources = await tenant.pipeline.search(body.query, body.top_k or tenants.config.answer.top_k)
+        return SearchResponse(sources=[SourceResponse.of(source) for source in sources])
+
+    return router
+
+
+def _names(files: Sequence[UploadFile]) -> list[str]:
+    """Of documents: never used as a path. Raises DocumentError."""
+    names = [file.filename or "" for file in files]
+    for name in names:
+        parts = name.split("/")
+        odd = any(part in ("", ".", "..") for part in parts) or any(not c.isprintable() or c == "\\" for c in name)
+        if odd or len(name) > _MAX_NAME or source_file(name) != name:
+            raise DocumentError(
+                f"{name[:_MAX_NAME]!r} can't be a document's name; use up to {_MAX_NAME} printable characters, parts "
+                "separated by single slashes, none of them . or .. and without '.jsonl#'"
+            )
+        if Path(name).suffix.lower() not in SUFFIXES:
+            raise unsupported(name)
+        if names.count(name) > 1:
+            raise DocumentError(f"two files of the upload are named {name!r}; give each its own name")
+    return names
+
+
+def _save(file: UploadFile, path: Path) -> None:
+    with path.open("wb") as target:
+        copyfileobj(file.file, target)
+
+
+def _meant(ids: Sequence[str], name: str) -> set[str]:
+    return {id for id in ids if name in (id, source_file(id))}
+
+
+def _fields(info: Any) -> dict[str, Any]:
+    return {"name": info.id, "title": info.title, "num_chunks": info.num_chunks, "num_tokens": info.num_tokens}
+
+
+def _no_document(name: str) -> HTTPException:
+    return HTTPException(404, f"there is no document {name!r}; GET /v1/documents lists them")

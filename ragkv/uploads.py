@@ -1,0 +1,228 @@
+"""Uploaded documents on their way into the index: kept on disk until they are in it, one upload after the other.
+
+`add` returns once the upload is on disk, as text: from then on it is indexed also if the process is killed meanwhile.
+Files are read by a process of their own (`ragkv.retriever.parse`).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
+from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.retriever import parse
+from ragkv.retriever.documents import Document, source_file
+from ragkv.store.eviction import Hint
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 100  # uploads
+BUSY_S, PAUSE_S = 2.0, 60.0  # until an upload is tried again: the home is busy; the disk is full, say
+_READ_S = 150  # what reading an upload may take: more than the CPU time that it gets
+_READERS = 2
+_NUM_FINISHED = 1000  # that are remembered
+_DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
+
+Status = Literal["waiting", "running", "done", "failed"]
+
+
+class Ingest(Protocol):
+    """As `Indexer.ingest_documents`."""
+
+    async def __call__(
+        self,
+        documents: Iterator[Document],
+        progress: Callable[[IngestProgress], None],
+        hint: Hint | None,
+        is_withdrawn: Callable[[str], bool],
+    ) -> IngestReport: ...
+
+
+@dataclass
+class Upload:
+    """names: of its files. created: seconds since 1970. error: why it waits, or failed."""
+
+    id: str
+    names: list[str]
+    hint: Hint | None
+    created: float
+    status: Status = "waiting"
+    progress: IngestProgress | None = None
+    report: IngestReport | None = None
+    error: str | None = None
+    withdrawn: set[str] = field(default_factory=set)
+
+
+class Uploads:
+    """The uploads of one corpus, kept in `folder`. Lives in one event loop, from `start` to `close`."""
+
+    def __init__(self, folder: Path, ingest: Ingest) -> None:
+        self._folder, self._ingest = folder, ingest
+        self._uploads: dict[str, Upload] = {}
+        self._there = asyncio.Event()
+        self._reading = asyncio.Semaphore(_READERS)
+        self._num_reading = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Go on with what an earlier process left."""
+        for path in sorted(self._folder.glob("*")):
+            if path.suffix == _UNFINISHED:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                fields = json.loads((path / _UPLOAD).read_text())
+                self._uploads[path.name] = Upload(path.name, **fields)
+        self._there.set()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def all(self) -> list[Upload]:
+        """Newest first."""
+        return list(reversed(self._uploads.values()))
+
+    def get(self, id: str) -> Upload | None:
+        return self._uploads.get(id)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(upload.status != "done" for upload in self._uploads.values())
+
+    async def add(self, files: Sequence[tuple[Path, str]], hint: Hint | None = None, room: int | None = None) -> Upload:
+        """Take files, each with its document's name. room: bytes of text that there may be, of all uploads waiting.
+
+        Having taken none, raises DocumentError if one can't be read, QuotaError if there is no room for them, and
+        OverloadedError if too many uploads are waiting.
+        """
+        async with self._admitted():
+            id = f"{time.time_ns():x}{secrets.token_hex(4)}"
+            upload = Upload(id, [name for _, name in files], hint, time.time())
+            folder = self._folder / f"{id}{_UNFINISHED}"
+            try:
+                folder.mkdir(parents=True)
+                await _read(folder / _DOCUMENTS, files)
+                self._check_room(room)
+                self._write(folder / _UPLOAD, {"names": upload.names, "hint": hint, "created": upload.created})
+                folder.rename(self._folder / id)
+                _sync(self._folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._uploads[id] = upload
+        self._there.set()
+        return upload
+
+    def withdraw(self, name: str) -> set[str]:
+        """Take documents back that aren't indexed yet: by id, or all of a file. Returns their ids."""
+        found = set()
+        for upload in self._uploads.values():
+            if upload.status == "done":
+                continue
+            path = self._folder / upload.id / _DOCUMENTS
+            documents = list(parse.read_documents(path))
+            gone = {each.id for each in documents if name in (each.id, source_file(each.id))}
+            if gone:
+                upload.withdrawn |= gone
+                parse.rewrite(path, (each for each in documents if each.id not in gone))
+                found |= gone
+        return found
+
+    def _check_room(self, room: int | None) -> None:
+        waiting = sum(file.stat().st_size for file in self._folder.glob(f"*/{_DOCUMENTS}"))
+        if room is not None and waiting > room:
+            raise QuotaError(
+                f"there is room for {max(0, room)} bytes of text more, this is {waiting}; delete documents"
+            )
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        if self.num_waiting + self._num_reading >= MAX_WAITING:
+            raise OverloadedError(f"{MAX_WAITING} uploads are waiting; try again when some of them are indexed", BUSY_S)
+        self._num_reading += 1
+        try:
+            async with self._reading:
+                yield
+        finally:
+            self._num_reading -= 1
+
+    @staticmethod
+    def _write(file: Path, fields: dict[str, object]) -> None:
+        with file.open("w") as target:
+            json.dump(fields, target)
+            target.flush()
+            os.fsync(target.fileno())
+
+    async def _run(self) -> None:
+        while True:
+            upload = next((u for u in self._uploads.values() if u.status == "waiting"), None)
+            if upload is None:
+                self._there.clear()
+                await self._there.wait()
+                continue
+            wait_s = await self._index(upload)
+            await asyncio.sleep(wait_s)
+
+    async def _index(self, upload: Upload) -> float:
+        """Returns how long to wait for the next try."""
+
+        def progress(step: IngestProgress) -> None:
+            upload.progress = step
+
+        folder = self._folder / upload.id
+        upload.status, upload.progress, upload.withdrawn = "running", None, set()
+        try:
+            documents = parse.read_documents(folder / _DOCUMENTS)
+            upload.report = await self._ingest(documents, progress, upload.hint, lambda id: id in upload.withdrawn)
+        except RagKVError as error:
+            upload.status, upload.error = "waiting", str(error)
+            return BUSY_S if isinstance(error, BusyError) else PAUSE_S
+        except Exception:
+            logger.exception("the upload %s isn't indexed; the next start of the server tries again", upload.id)
+            upload.status, upload.error = "failed", "something went wrong; see the server's log"
+            return 0
+        upload.status, upload.error = "done", None
+        shutil.rmtree(folder, ignore_errors=True)
+        finished = [id for id, each in self._uploads.items() if each.status == "done"]
+        for id in finished[:-_NUM_FINISHED]:
+            del self._uploads[id]
+        return 0
+
+
+async def _read(out: Path, files: Collection[tuple[Path, str]]) -> None:
+    arguments = [str(part) for pair in files for part in pair]
+    command = (sys.executable, "-m", parse.__name__, str(out), *arguments)
+    pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    reader = await asyncio.create_subprocess_exec(*command, **pipes)
+    try:
+        output, errors = await asyncio.wait_for(reader.communicate(), _READ_S)
+    except TimeoutError:
+        raise DocumentError(f"it takes longer than {_READ_S} s to read; convert it to plain text") from None
+    finally:
+        with suppress(ProcessLookupError):
+            reader.kill()
+    if rejected := [json.loads(line) for line in output.splitlines()]:
+        raise DocumentError("; ".join(rejected))
+    if reader.returncode:
+        logger.warning("a reader of uploads ended with %s: %s", reader.returncode, errors.decode(errors="replace"))
+        raise DocumentError("it takes more memory or time to read than an upload may; convert it to plain text")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
