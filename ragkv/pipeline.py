@@ -40,7 +40,7 @@ from ragkv.policies import Policy
 from ragkv.profiling import ProfileFile, measure
 from ragkv.prompt import Prompt
 from ragkv.provenance import runs_of, usage_of
-from ragkv.recapture import Recapture
+from ragkv.recapture import RECAPTURES, Recapture
 from ragkv.retriever.catalog import Chunk, DocumentInfo
 from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
@@ -55,11 +55,12 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """One tenant's documents and a running model. Usable by many tasks of one event loop at a time."""
 
-    def __init__(self, workspace: Workspace, tenant: str = MAIN, reads: Sequence[str] = ()) -> None:
-        """reads: other tenants, whose documents are searched too."""
+    def __init__(self, workspace: Workspace, tenant: str = MAIN) -> None:
+        """The documents of other tenants that it may read are searched too."""
         self.workspace = self._at = workspace
         self.config = config = workspace.config
-        self.tenant = tenant
+        self.tenant, self._beside = tenant, list[Pipeline]()
+        reads = config.tenants[tenant].reads if tenant in config.tenants else []
         self._corpora = {corpus.catalog.scope: corpus for corpus in map(workspace.corpus, (tenant, *reads))}
         self._own = workspace.corpus(tenant)
         self._indexer = Indexer(workspace, self._own)
@@ -90,9 +91,15 @@ class Pipeline:
         """Start vLLM, if it isn't running."""
         return await self._at.start(report)
 
+    def beside(self, tenant: str) -> "Pipeline":
+        """Another tenant's pipeline on the same models; closed with this one."""
+        other = Pipeline(self._at, tenant)
+        self._beside.append(other)
+        return other
+
     async def close(self) -> None:
-        """Of several pipelines that share a workspace, each may be closed."""
-        await self._recapture.close()
+        for pipeline in (self, *self._beside):
+            await pipeline._recapture.close()
         await self._at.close()
 
     @property
@@ -109,8 +116,8 @@ class Pipeline:
         """How often something kept a chunk or a request from being reused, by reason; how many chunks were captured
         again for it."""
         counters = dict(self._at.engine.counters) if self._at.engine else {}
-        recapture = self._recapture
-        return counters | {"recaptured_chunks": recapture.num_captured, "failed_recaptures": recapture.num_failed}
+        recaptured = (self._recapture.num_captured, self._recapture.num_failed)
+        return counters | dict(zip(RECAPTURES, recaptured, strict=True))
 
     async def ingest(
         self,

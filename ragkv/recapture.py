@@ -11,6 +11,7 @@ from ragkv.errors import RagKVError
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # how long nobody must have asked
+RECAPTURES = ("recaptured_chunks", "failed_recaptures")  # what is counted
 PAUSE_S = 60.0  # after a capture that failed: the disk may be full
 
 

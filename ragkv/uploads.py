@@ -204,8 +204,8 @@ class Uploads:
 async def _read(out: Path, files: Collection[tuple[Path, str]]) -> None:
     arguments = [str(part) for pair in files for part in pair]
     command = (sys.executable, "-m", parse.__name__, str(out), *arguments)
-    pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    reader = await asyncio.create_subprocess_exec(*command, **pipes)
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    reader = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=pipe, stderr=pipe)
     try:
         output, errors = await asyncio.wait_for(reader.communicate(), _READ_S)
     except TimeoutError:

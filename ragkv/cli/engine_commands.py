@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from ragkv.cli import output
 from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, open_pipeline, opened, prepare
-from ragkv.config import Config, load_config
+from ragkv.config import MAIN, Config, load_config
 from ragkv.errors import ConfigError, RagKVError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ragkv.controller import Profile
     from ragkv.ingestion import IngestReport
     from ragkv.pipeline import Pipeline
+    from ragkv.server.tenants import Tenants
     from ragkv.store.eviction import Hint
 
 
@@ -211,7 +213,7 @@ def serve(
     prepare(None, verbose)
     from ragkv import server
 
-    server.serve(config.server, lambda: _open_to_serve(config))
+    server.serve(config, lambda: _open_to_serve(config))
 
 
 def key(
@@ -231,13 +233,17 @@ def key(
     )
 
 
-async def _open_to_serve(config: Config) -> "Pipeline":
+@asynccontextmanager
+async def _open_to_serve(config: Config) -> AsyncIterator["Tenants"]:
+    from ragkv.server.tenants import Tenants
+
     async with AsyncExitStack() as stack:
-        pipeline = await open_pipeline(config)
-        stack.push_async_callback(pipeline.close)
-        await _profile_once(pipeline)
-        stack.pop_all()
-    return pipeline
+        main = await open_pipeline(config)
+        stack.push_async_callback(main.close)
+        await _profile_once(main)
+        pipelines = {MAIN: main, **{name: main.beside(name) for name in config.tenants if name != MAIN}}
+        home = main.workspace.home
+        yield Tenants(config, pipelines, {name: home.folder(name) / "uploads" for name in pipelines})
 
 
 async def _profile_once(pipeline: "Pipeline") -> None:

@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, field_validator
 
-from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, Usage
+from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Strip, Timings, Usage
+from ragkv.server.tenants import Tenants
 from ragkv.server.wire import (
     CLIENT_CLOSED_REQUEST,
     ERRORS,
     STREAM,
     Choices,
-    Pipeline,
     PlanResponse,
     SourceResponse,
     as_json,
@@ -47,6 +47,7 @@ class AnswerResponse(BaseModel):
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
     finish_reason: str
+    prompt: Strip | None = Field(description="Where each prompt token's KV came from; null unless `explain`")
 
     @classmethod
     def of(cls, answer: Answer) -> "AnswerResponse":
@@ -59,18 +60,20 @@ class AnswerResponse(BaseModel):
             timings=answer.timings,
             plan=PlanResponse.model_validate(answer.plan, from_attributes=True) if answer.plan else None,
             finish_reason=answer.finish_reason,
+            prompt=answer.strip,
         )
 
 
-def answers(pipeline: Pipeline) -> APIRouter:
+def answers(tenants: Tenants) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ERRORS})
     async def answer(body: AnswerRequest, request: Request) -> Response | AnswerResponse:
         """Answer a question from the indexed documents."""
-        options = body.options(pipeline.config.answer, body.max_tokens)
-        check_ready(pipeline)
-        events = pipeline.answer(body.question, options)
+        tenant = tenants.of(request)
+        options = body.options(tenants.config.answer, body.max_tokens)
+        check_ready(tenant.pipeline)
+        events = tenant.observed.answer(body.question, options)
         # The first event is awaited before any status is sent, so that what is known by then gets its own.
         first = await unless_disconnected(request, anext(events))
         if first is None:

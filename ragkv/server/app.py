@@ -1,4 +1,4 @@
-"""The HTTP interface of a pipeline: requests in, answers out. Knows nothing of vLLM or retrieval."""
+"""The HTTP interface of pipelines: requests in, answers out. Knows nothing of vLLM or retrieval."""
 
 from fastapi import FastAPI, Response, Security
 from fastapi.responses import PlainTextResponse
@@ -9,9 +9,10 @@ from pydantic import BaseModel, Field
 from ragkv import __version__
 from ragkv.server.answers import answers
 from ragkv.server.chat import chat
+from ragkv.server.documents import documents
 from ragkv.server.gate import Gate
-from ragkv.server.metrics import Observed
-from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, Pipeline, check_ready
+from ragkv.server.tenants import Tenants
+from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, check_ready
 
 
 class StatusResponse(BaseModel):
@@ -24,31 +25,32 @@ class HealthResponse(StatusResponse):
     )
 
 
-def create_app(pipeline: Pipeline) -> FastAPI:
-    """The HTTP interface of an open pipeline. Closing it stays with the caller."""
-    pipeline = observed = Observed(pipeline)
+def create_app(tenants: Tenants) -> FastAPI:
+    """The HTTP interface of open pipelines. Closing them stays with the caller."""
+    config, main = tenants.config, tenants.main.pipeline
     bearer = HTTPBearer(auto_error=False, description="Where the server has keys. The gate looks at it")
     app = FastAPI(
         title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS, dependencies=[Security(bearer)]
     )
-    app.add_middleware(Gate, keys=pipeline.config.server.keys)
-    app.include_router(answers(pipeline))
-    app.include_router(chat(pipeline))
+    app.add_middleware(Gate, holders=config.holders(), max_upload_bytes=round(config.server.max_upload_mib * (1 << 20)))
+    app.include_router(answers(tenants))
+    app.include_router(chat(tenants))
+    app.include_router(documents(tenants))
 
     @app.get("/healthz")
     async def healthz() -> HealthResponse:
         """Whether the process is up, and what it counted."""
-        return HealthResponse(status="ok", counters=pipeline.counters)
+        return HealthResponse(status="ok", counters=main.counters)
 
     @app.get("/readyz", responses={503: ERRORS[503]})
     async def readyz() -> StatusResponse:
         """Whether questions can be answered."""
-        check_ready(pipeline)
+        check_ready(main)
         return StatusResponse(status="ready")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counts and times, as Prometheus reads them."""
-        return Response(observed.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return app

@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
 from ragkv.server.answers import AnswerResponse
+from ragkv.server.tenants import Tenants
 from ragkv.server.wire import (
     CLIENT_CLOSED_REQUEST,
     ERRORS,
     STREAM,
     Choices,
     ErrorResponse,
-    Pipeline,
     SourceResponse,
     as_json,
     check_ready,
@@ -193,9 +193,9 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def chat(pipeline: Pipeline) -> APIRouter:
+def chat(tenants: Tenants) -> APIRouter:
     router, started = APIRouter(), int(time.time())
-    config = pipeline.config
+    config = tenants.config
     not_found: dict[int | str, dict[str, Any]] = {
         404: {"model": ErrorResponse, "description": "Another model is served"}
     }
@@ -212,8 +212,9 @@ def chat(pipeline: Pipeline) -> APIRouter:
         if body.model not in (None, config.model.name):
             raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
         options = body.ragkv.options(config.answer, body.max_completion_tokens or body.max_tokens, body.sampling())
-        check_ready(pipeline)
-        events = pipeline.answer(body.conversation(), options)
+        tenant = tenants.of(request)
+        check_ready(tenant.pipeline)
+        events = tenant.observed.answer(body.conversation(), options)
         first = await unless_disconnected(request, anext(events))
         if first is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)

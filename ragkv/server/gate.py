@@ -14,9 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragkv.config import MAIN
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
+UPLOADS = "/v1/documents"
 OPEN = {
     "/healthz",
     "/readyz",
@@ -42,49 +44,54 @@ def is_loopback(address: str) -> bool:
 
 
 class Gate:
-    """ASGI middleware. keys: SHA-256 of each key, by the name of who has it; with none of them everybody may ask."""
+    """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
+    max_upload_bytes: of a body that holds documents."""
 
-    def __init__(self, app: ASGIApp, keys: Mapping[str, str], max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._app, self._keys, self._max_body_bytes = app, dict(keys), max_body_bytes
+    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int) -> None:
+        self._app, self._holders, self._max_upload_bytes = app, dict(holders), max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in OPEN and self._holder(headers.get("authorization", "")) is None:
+        max_bytes = self._max_upload_bytes if scope["path"] == UPLOADS else MAX_BODY_BYTES
+        tenant = self._tenant(headers.get("authorization", "")) if self._holders else MAIN
+        scope["tenant"] = tenant
+        if tenant is None and scope["path"] not in OPEN:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
-        elif (length := headers.get("content-length", "")).isdecimal() and int(length) > self._max_body_bytes:
-            response = JSONResponse(error_body("ContentTooLarge", self._too_large), 413, {"Connection": "close"})
+        elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
+            response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413, {"Connection": "close"})
         else:
-            await self._app(scope, self._measured(receive), send)
+            await self._app(scope, _measured(receive, max_bytes), send)
             return
         await response(scope, receive, send)
 
-    def _holder(self, authorization: str) -> str | None:
-        """Who has the key. All hashes are compared, each in constant time, so that time tells nothing of them."""
+    def _tenant(self, authorization: str) -> str | None:
+        """Whose the key is. All hashes are compared, each in constant time, so that time tells nothing of them."""
         scheme, _, key = authorization.partition(" ")
         given, found = hash_of(key.strip()), None
-        for name, known in self._keys.items():
+        for known, tenant in self._holders.items():
             if hmac.compare_digest(given, known):
-                found = name
+                found = tenant
         return found if scheme.lower() == "bearer" else None
 
-    @property
-    def _too_large(self) -> str:
-        return f"the request has more than {self._max_body_bytes} bytes; send less"
 
-    def _measured(self, receive: Receive) -> Receive:
-        """As `receive`, for bodies that don't say their length. Raises HTTPException."""
-        num_bytes = 0
+def _too_large(max_bytes: int) -> str:
+    return f"the request has more than {max_bytes} bytes; send less"
 
-        async def measured() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
 
-        return measured
+def _measured(receive: Receive, max_bytes: int) -> Receive:
+    """As `receive`, for bodies that don't say their length. Raises HTTPException."""
+    num_bytes = 0
+
+    async def measured() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, _too_large(max_bytes))
+        return message
+
+    return measured

@@ -1,5 +1,6 @@
 """What Prometheus reads at `/metrics`: each answer is observed once, on its way out, whichever endpoint asked."""
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -10,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
+from ragkv.errors import DeadlineError
+from ragkv.server.limits import Limits
 from ragkv.server.wire import STATUSES, Pipeline
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
@@ -22,7 +25,7 @@ class Metrics:
     """A registry of its own, so that a process can serve several pipelines one after another."""
 
     def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
-        """counters: of the pipeline, read whenever Prometheus asks."""
+        """counters: of the pipelines, read whenever Prometheus asks."""
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(_Counters(counters))
@@ -34,7 +37,9 @@ class Metrics:
             return Histogram(f"ragkv_{name}", text, labels, buckets=buckets, registry=registry)
 
         self.in_progress = Gauge("ragkv_requests_in_progress", "Questions being answered", registry=registry)
-        self.requests = counter("requests", "Questions, by outcome: answered, refused, failed, cancelled", "outcome")
+        self.requests = counter(
+            "requests", "Questions, by outcome: answered, refused, failed, cancelled", "outcome", "tenant"
+        )
         self.ttft = histogram("ttft_seconds", "From the prompt's submission to the first token", _TTFT, "policy")
         self.total = histogram("request_seconds", "From the question to the end of the answer", _TTFT)
         self.between = histogram("inter_token_seconds", "Between two pieces of an answer", _BETWEEN)
@@ -68,48 +73,58 @@ class Metrics:
 
 
 class Observed:
-    """A pipeline, with each of its answers counted and timed."""
+    """A tenant's pipeline within its limits, with each of its answers counted, timed, and ended when its time is up."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self.config = pipeline.config
-        self.metrics = Metrics(lambda: self.counters)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._pipeline.is_ready
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return self._pipeline.counters
-
-    async def close(self) -> None:
-        await self._pipeline.close()
+    def __init__(self, pipeline: Pipeline, metrics: Metrics, limits: Limits) -> None:
+        self.pipeline, self._metrics, self._limits = pipeline, metrics, limits
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
-        metrics, begin = self.metrics, time.perf_counter()
-        last: float | None = None
-        outcome = "cancelled"  # unless it turns out otherwise
-        metrics.in_progress.inc()
+        """As the pipeline's. Raises OverloadedError if the tenant has to wait, DeadlineError after `timeout_s`."""
+        metrics, tenant = self._metrics, self.pipeline.tenant
+        outcome = "refused"
         try:
-            async with aclosing(self._pipeline.answer(asked, options)) as events:
-                async for event in events:
-                    if isinstance(event, Delta):
-                        now = time.perf_counter()
-                        if last is not None:
-                            metrics.between.observe(now - last)
-                        last = now
-                    elif isinstance(event, Answer):
-                        metrics.answered(event)
-                        metrics.total.observe(time.perf_counter() - begin)
-                        outcome = "answered"
+            with self._limits.request(), metrics.in_progress.track_inprogress():
+                outcome = "cancelled"  # unless it turns out otherwise
+                async for event in self._timed(_until(self.pipeline.answer(asked, options), options.timeout_s)):
+                    outcome = "answered" if isinstance(event, Answer) else outcome
                     yield event
         except Exception as error:
             outcome = "refused" if isinstance(error, tuple(STATUSES)) else "failed"
             raise
         finally:
-            metrics.in_progress.dec()
-            metrics.requests.labels(outcome).inc()
+            metrics.requests.labels(outcome, tenant).inc()
+
+    async def _timed(self, events: AsyncGenerator[AnswerEvent, None]) -> AsyncGenerator[AnswerEvent, None]:
+        metrics, begin = self._metrics, time.perf_counter()
+        last: float | None = None
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Delta):
+                    now = time.perf_counter()
+                    if last is not None:
+                        metrics.between.observe(now - last)
+                    last = now
+                elif isinstance(event, Answer):
+                    metrics.answered(event)
+                    metrics.total.observe(time.perf_counter() - begin)
+                    self._limits.spent(event.usage.prompt_tokens + event.usage.completion_tokens)
+                yield event
+
+
+async def _until(
+    events: AsyncGenerator[AnswerEvent, None], timeout_s: float | None
+) -> AsyncGenerator[AnswerEvent, None]:
+    """The same, broken off when the time is up."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    async with aclosing(events):
+        while True:
+            try:
+                event = await asyncio.wait_for(anext(events), None if end is None else end - time.monotonic())
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineError(f"the answer took longer than {timeout_s:g} s (timeout_s)") from None
+            yield event
 
 
 class _Counters(Collector):

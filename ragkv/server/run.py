@@ -5,31 +5,33 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import uvicorn
 
-from ragkv.config import ServerConfig
+from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
-from ragkv.server.wire import Pipeline
+from ragkv.server.tenants import Tenants
 
 GRACE_S = 30  # how long a server that is told to stop lets answers in progress finish
 
 
-def serve(config: ServerConfig, open_pipeline: Callable[[], Awaitable[Pipeline]]) -> None:
-    """Open the pipeline and answer requests until SIGTERM or SIGINT; answers in progress get `GRACE_S` to finish.
+def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
+    """Open the pipelines and answer requests until SIGTERM or SIGINT; answers in progress get `GRACE_S` to finish.
 
-    Raises ConfigError, before anything is loaded, where the address can't be used.
+    Raises ConfigError, before anything is loaded, where the address or a key can't be used.
     """
-    with _bind(config) as listener:
+    has_keys = bool(config.holders())
+    with _bind(config.server, has_keys=has_keys) as listener:
         # Also while the model loads: leave through every `finally`, so that no engine process is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        asyncio.run(_serve(listener, open_pipeline))
+        asyncio.run(_serve(listener, open_tenants))
 
 
-def _bind(config: ServerConfig) -> socket.socket:
+def _bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
     where = f"{config.host}:{config.port}"
     remedy = "choose another with --host and --port (RAGKV_SERVER__HOST, RAGKV_SERVER__PORT)"
     try:
@@ -43,7 +45,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
-    if not config.keys and not is_loopback(str(address[0])):
+    if not has_keys and not is_loopback(str(address[0])):
         listener.close()
         raise ConfigError(
             f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key NAME` and "
@@ -52,12 +54,13 @@ def _bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _serve(listener: socket.socket, open_pipeline: Callable[[], Awaitable[Pipeline]]) -> None:
-    pipeline = await open_pipeline()
-    try:
-        settings = uvicorn.Config(create_app(pipeline), lifespan="off", timeout_graceful_shutdown=GRACE_S)
+async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
+    async with open_tenants() as tenants:
+        settings = uvicorn.Config(create_app(tenants), lifespan="off", timeout_graceful_shutdown=GRACE_S)
         host, port = listener.getsockname()[:2]
         logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        await uvicorn.Server(settings).serve(sockets=[listener])
-    finally:
-        await pipeline.close()
+        tenants.start()
+        try:
+            await uvicorn.Server(settings).serve(sockets=[listener])
+        finally:
+            await tenants.close()

@@ -1,28 +1,41 @@
 """Whose request it is: each tenant has a pipeline, uploads and limits of its own."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.requests import Request
 
-from ragkv.config import MAIN, Config
-from ragkv.server.limits import Limits
+from ragkv.config import MAIN, Config, TenantConfig
+from ragkv.recapture import RECAPTURES
+from ragkv.server.limits import Limits, Places
+from ragkv.server.metrics import Metrics, Observed
 from ragkv.server.wire import Pipeline
 from ragkv.uploads import Uploads
 
 
-@dataclass(frozen=True)
 class Tenant:
-    pipeline: Pipeline
-    uploads: Uploads
-    limits: Limits
+    """pipeline: as it is; observed: within the limits, and counted."""
+
+    def __init__(self, pipeline: Pipeline, uploads: Path, limits: Limits, metrics: Metrics) -> None:
+        self.pipeline, self.limits = pipeline, limits
+        self.observed = Observed(pipeline, metrics, limits)
+        self.uploads = Uploads(uploads, pipeline.ingest_documents)
 
 
 class Tenants:
-    """By name; `MAIN` is there always."""
+    """By name, from pipelines by name; `MAIN` must be among them. Lives in one event loop."""
 
-    def __init__(self, config: Config, tenants: Mapping[str, Tenant]) -> None:
-        self.config, self._tenants = config, dict(tenants)
+    def __init__(self, config: Config, pipelines: Mapping[str, Pipeline], uploads: Mapping[str, Path]) -> None:
+        """uploads: the folder where each tenant's uploads are kept until they are indexed."""
+        self.config, places = config, Places(config.server.max_requests)
+        self.metrics = Metrics(self._counters)
+        self._tenants = {
+            name: Tenant(
+                pipeline, uploads[name], Limits(config.tenants.get(name, TenantConfig()), places), self.metrics
+            )
+            for name, pipeline in pipelines.items()
+        }
 
     @property
     def main(self) -> Tenant:
@@ -32,5 +45,20 @@ class Tenants:
         """Whose key the request had, as the gate found out."""
         return self._tenants[request.scope["tenant"]]
 
-    def all(self) -> Mapping[str, Tenant]:
-        return self._tenants
+    def start(self) -> None:
+        """Go on with uploads that an earlier process left."""
+        for tenant in self._tenants.values():
+            tenant.uploads.start()
+
+    async def close(self) -> None:
+        """Of what was opened here: the pipelines stay open."""
+        for tenant in self._tenants.values():
+            await tenant.uploads.close()
+
+    def _counters(self) -> dict[str, int]:
+        """Of the engine, which all share, and what each pipeline counts beside it."""
+        counters = Counter(self.main.pipeline.counters)
+        for name, tenant in self._tenants.items():
+            if name != MAIN:
+                counters.update({event: tenant.pipeline.counters[event] for event in RECAPTURES})
+        return dict(counters)

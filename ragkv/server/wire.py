@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
-from ragkv.config import AnswerConfig, Config
+from ragkv.config import AnswerConfig
 from ragkv.errors import (
     BusyError,
     ConfigError,
@@ -51,9 +51,6 @@ T = TypeVar("T")
 
 class Pipeline(Protocol):
     """What is served. `answer` is closed, which cancels the generation, when the client goes away."""
-
-    @property
-    def config(self) -> Config: ...
 
     @property
     def is_ready(self) -> bool: ...

@@ -6,16 +6,17 @@ from server_harness import ScriptedPipeline, running
 
 
 @pytest.fixture(scope="module")
-def module_pipeline() -> Iterator[tuple[ScriptedPipeline, httpx.Client]]:
-    pipeline = ScriptedPipeline()
-    with running(pipeline) as client:
+def module_pipeline(tmp_path_factory) -> Iterator[tuple[ScriptedPipeline, httpx.Client]]:
+    folder = tmp_path_factory.mktemp("server")
+    pipeline = ScriptedPipeline(folder)
+    with running({pipeline.tenant: pipeline}, folder) as client:
         yield pipeline, client
 
 
 @pytest.fixture
 def pipeline(module_pipeline) -> ScriptedPipeline:
     pipeline, _ = module_pipeline
-    pipeline.__init__()
+    pipeline.play()
     return pipeline
 
 

@@ -5,14 +5,22 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import numpy as np
 import uvicorn
 
 from ragkv import server
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
-from ragkv.config import Config
+from ragkv.config import MAIN, Config
 from ragkv.controller import Plan
+from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.documents import source_file
+from ragkv.server.tenants import Tenants
+from ragkv.upkeep import Deletion
 
 SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
 ANSWER = Answer(
@@ -30,13 +38,72 @@ ANSWER = Answer(
 SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
 
 
-class ScriptedPipeline:
+CONFIG = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_tokens": 40})
+
+
+class Library:
+    """What a pipeline does with documents, on a real catalogue: a chunk for each paragraph, and no KV."""
+
+    def __init__(self, folder: Path, tenant: str = MAIN) -> None:
+        self.tenant, self._catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
+        self.obstacles: list[Exception] = []  # what the next ingests raise
+
+    async def ingest_documents(self, documents, progress, hint, is_withdrawn):
+        report, files = IngestReport(), set()
+        if self.obstacles:
+            raise self.obstacles.pop(0)
+        documents = list(documents)
+        for done, document in enumerate(documents):
+            progress(IngestProgress("prefill", done, len(documents), document.title))
+            await asyncio.sleep(0)
+            files.add(source_file(document.id))
+            known = self._catalog.document_digest(document.id)
+            if known == document.digest or is_withdrawn(document.id):
+                report.documents_unchanged += 1
+                continue
+            chunks = [ChunkText(part, tuple(part.encode())) for part in document.text.split("\n\n")]
+            vectors = np.ones((len(chunks), 4), np.float32)
+            self._catalog.put_document(document.id, document.title, document.digest, chunks, vectors)
+            report.documents_new += known is None
+            report.documents_changed += known is not None
+        ids = {document.id for document in documents}
+        for id in self._catalog.document_ids():
+            if source_file(id) in files and id not in ids:
+                report.documents_removed += self._catalog.delete_document(id)
+        return report
+
+    async def delete(self, ids):
+        num_chunks = sum(len(self._catalog.document_chunks(id)) for id in ids)
+        return Deletion([id for id in ids if self._catalog.delete_document(id)], num_chunks, 0, 1000 * num_chunks)
+
+    def documents(self, after="", limit=None):
+        return self._catalog.documents(after, limit)
+
+    def document_ids(self):
+        return self._catalog.document_ids()
+
+    def document(self, id):
+        info = self._catalog.document(id)
+        return info and (info, [(chunk, True) for chunk in self._catalog.document_chunks(id)])
+
+    @property
+    def text_bytes(self):
+        return self._catalog.text_bytes
+
+    async def search(self, question, top_k):
+        return [SOURCE] * top_k
+
+
+class ScriptedPipeline(Library):
     """Plays `script`: events are yielded, exceptions raised, events of asyncio waited for."""
 
-    def __init__(self, script=SCRIPT) -> None:
-        self.config = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_tokens": 40})
+    def __init__(self, folder: Path, script=SCRIPT, tenant: str = MAIN) -> None:
+        super().__init__(folder, tenant)
+        self.play(script)
+
+    def play(self, script=SCRIPT) -> None:
         self.is_ready = True
-        self.counters = {"corrupt_chunks": 1}
+        self.counters = {"corrupt_chunks": 1, "recaptured_chunks": 0, "failed_recaptures": 0}
         self.script = script
         self.asked: list[tuple[str, AnswerOptions]] = []
         self.waiting = threading.Event()
@@ -63,15 +130,26 @@ class ScriptedPipeline:
 
 
 @contextmanager
-def running(pipeline: ScriptedPipeline) -> Iterator[httpx.Client]:
+def running(pipelines: dict[str, ScriptedPipeline], folder: Path, config: Config = CONFIG) -> Iterator[httpx.Client]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = uvicorn.Config(server.create_app(pipeline), lifespan="off", log_level="critical")
-        http = uvicorn.Server(settings)
-        thread = threading.Thread(target=http.run, args=([listener],))
+        https: list[uvicorn.Server] = []
+        there = threading.Event()
+
+        async def serve() -> None:
+            tenants = Tenants(config, pipelines, {name: folder / f"uploads-{name}" for name in pipelines})
+            settings = uvicorn.Config(server.create_app(tenants), lifespan="off", log_level="critical")
+            https.append(uvicorn.Server(settings))
+            tenants.start()
+            there.set()
+            await https[0].serve(sockets=[listener])
+            await tenants.close()
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
+        there.wait(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         # uvicorn closes a connection behind an unexpected error, so none is used twice
         with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
             yield client
-        http.should_exit = True
+        https[0].should_exit = True
         thread.join(10)

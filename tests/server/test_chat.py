@@ -30,7 +30,7 @@ def test_a_completion_carries_the_answer_and_where_it_is_from(openai_client) -> 
     assert done.usage.prompt_tokens_details.cached_tokens == 25
     assert done.ragkv["sources"][0]["document"] == "docs/a.md"
     assert done.ragkv["policy"] == "full" and done.ragkv["timings"]["ttft_ms"] == 20
-    assert done.ragkv.keys() == {"sources", "policy", "fallback", "usage", "timings", "plan"}
+    assert done.ragkv.keys() == {"sources", "policy", "fallback", "usage", "timings", "plan", "prompt"}
 
 
 def test_a_stream_carries_the_same(openai_client) -> None:
@@ -172,4 +172,4 @@ def test_the_interface_describes_both_forms(client) -> None:
     described = client.get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert described["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert {"404", "413", "422", "503"} < described.keys()
-    assert json.dumps(described).count("ErrorResponse") == 4
+    assert json.dumps(described).count("ErrorResponse") == 7

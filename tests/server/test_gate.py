@@ -6,14 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 
 import pytest
-from server_harness import ScriptedPipeline, running
+from server_harness import CONFIG, ScriptedPipeline, running
 from typer.testing import CliRunner
 
 from ragkv import server
 from ragkv.cli import app
-from ragkv.config import Config, ServerConfig
+from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.gate import MAX_BODY_BYTES, OPEN, hash_of, is_loopback
 
@@ -22,16 +23,15 @@ KEYS = {name: f"ragkv-{name * 12}" for name in ("ann", "bob")}
 
 
 @pytest.fixture
-def pipeline():
-    pipeline = ScriptedPipeline()
-    hashes = {name: hash_of(key) for name, key in KEYS.items()}
-    pipeline.config = pipeline.config.model_copy(update={"server": ServerConfig(keys=hashes)})
-    return pipeline
+def pipeline(tmp_path):
+    return ScriptedPipeline(tmp_path)
 
 
 @pytest.fixture
-def guarded(pipeline):
-    with running(pipeline) as client:
+def guarded(pipeline, tmp_path):
+    hashes = {name: hash_of(key) for name, key in KEYS.items()}
+    config = CONFIG.model_copy(update={"server": ServerConfig(keys=hashes)})
+    with running({MAIN: pipeline}, tmp_path, config) as client:
         yield client
 
 
@@ -94,18 +94,24 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes(pipeline, client, pa
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_without_keys_only_this_machine_is_served(host) -> None:
     with pytest.raises(ConfigError, match=r"no key is asked for; make one with `ragkv key NAME`"):
-        server.serve(ServerConfig(host=host, port=1), lambda: pytest.fail("opened"))
+        server.serve(Config(server={"host": host, "port": 1}), lambda: pytest.fail("opened"))
 
 
 def test_with_keys_other_machines_are_served() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
+    @asynccontextmanager
     async def opened():
         raise InterruptedError
+        yield
 
-    with pytest.raises(InterruptedError):  # it got as far as opening the pipeline
-        server.serve(ServerConfig(host="0.0.0.0", port=port, keys={"ann": "a" * 64}), opened)
+    keys = {"ann": "a" * 64}
+    for settings in ({"server": {"keys": keys}}, {"tenants": {"acme": {"keys": keys}}}):
+        config = Config(**{"server": {}, **settings})
+        address = config.server.model_copy(update={"host": "0.0.0.0", "port": port})
+        with pytest.raises(InterruptedError):  # it got as far as opening the pipeline
+            server.serve(config.model_copy(update={"server": address}), opened)
 
 
 @pytest.mark.parametrize(

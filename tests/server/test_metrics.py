@@ -7,20 +7,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
 
+from ragkv.config import MAIN
 from ragkv.errors import ContextTooLongError, StoreError
 
 QUESTION = {"question": "who?"}
 
 
 @pytest.fixture
-def pipeline():
-    return ScriptedPipeline()
+def pipeline(tmp_path):
+    return ScriptedPipeline(tmp_path)
 
 
 @pytest.fixture
-def client(pipeline):
+def client(pipeline, tmp_path):
     """Of a server of its own: counts begin at 0."""
-    with running(pipeline) as client:
+    with running({MAIN: pipeline}, tmp_path) as client:
         yield client
 
 
@@ -36,7 +37,7 @@ def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
     client.post("/v1/answer", json={**QUESTION, "stream": True})
     client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "who?"}]})
     found = samples(client)
-    assert found["ragkv_requests_total", "answered"] == 3 and found["ragkv_requests_in_progress",] == 0
+    assert found["ragkv_requests_total", "answered", MAIN] == 3 and found["ragkv_requests_in_progress",] == 0
     assert found["ragkv_ttft_seconds_count", "full"] == 3
     assert found["ragkv_ttft_seconds_sum", "full"] == pytest.approx(0.06)
     assert found["ragkv_inter_token_seconds_count",] == 3  # two pieces each

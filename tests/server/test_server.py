@@ -20,7 +20,7 @@ from server_harness import SCRIPT
 
 from ragkv import server
 from ragkv.answer import AnswerOptions
-from ragkv.config import ServerConfig
+from ragkv.config import Config
 from ragkv.errors import ConfigError, ContextTooLongError, RagKVError, StoreError
 from ragkv.policies import DESCRIPTIONS, Policy
 
@@ -42,6 +42,7 @@ EXPECTED_SOURCE = {
     "ordinal": 2,
     "score": 0.5,
     "text": "one\n\ntwo\u2028three",
+    "corpus": None,
 }
 EXPECTED_END = {
     "policy": "full",
@@ -64,6 +65,7 @@ EXPECTED_END = {
         "total_ms": 0,
     },
     "finish_reason": "stop",
+    "prompt": None,
 }
 
 
@@ -195,7 +197,7 @@ def test_not_ready(pipeline, client) -> None:
 
 def test_ready(client) -> None:
     assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
-    assert client.get("/healthz").json()["counters"] == {"corrupt_chunks": 1}
+    assert client.get("/healthz").json()["counters"]["corrupt_chunks"] == 1
 
 
 def test_unknown_paths_and_methods(client) -> None:
@@ -233,9 +235,9 @@ def test_many_at_once(pipeline, client) -> None:
 def test_the_schema_tells_it_all(client) -> None:
     schema = client.get("/openapi.json").json()
     operation = schema["paths"]["/v1/answer"]["post"]
-    assert operation["responses"].keys() == {"200", "413", "422", "503"}
+    assert operation["responses"].keys() == {"200", "401", "413", "422", "429", "503", "504"}
     assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
-    for status in ("413", "422", "503"):
+    for status in ("401", "413", "422", "429", "503", "504"):
         ref = operation["responses"][status]["content"]["application/json"]["schema"]["$ref"]
         assert ref.endswith("/ErrorResponse")
     schemas = schema["components"]["schemas"]
@@ -247,29 +249,31 @@ def test_the_schema_tells_it_all(client) -> None:
 
 
 def test_a_port_in_use_is_told_before_the_pipeline_is_opened() -> None:
-    async def open_pipeline():
-        pytest.fail("opened")
-
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"can't listen on 127.0.0.1:{port}: Address already in use; .*--port"):
-            server.serve(ServerConfig(port=port), open_pipeline)
+            server.serve(Config(server={"port": port}), lambda: pytest.fail("opened"))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_a_host_that_is_not_ours(host: str) -> None:
     with pytest.raises(ConfigError, match=f"can't listen on {host}:8090: .*--host"):
-        server.serve(ServerConfig(host=host), lambda: pytest.fail("opened"))
+        server.serve(Config(server={"host": host}), lambda: pytest.fail("opened"))
 
 
 SLOW_SERVER = textwrap.dedent("""
     import asyncio, sys
+    from contextlib import asynccontextmanager
+    from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
-    from ragkv.config import Config, ServerConfig
+    from ragkv.config import MAIN, Config
     from ragkv.server import serve
+    from ragkv.server.tenants import Tenants
 
     class Slow:
-        config, is_ready, counters = Config(), True, {}
+        tenant, is_ready, counters = MAIN, True, {}
+
+        async def ingest_documents(self, *_): ...
 
         async def answer(self, question, options):
             yield Retrieved([])
@@ -281,23 +285,29 @@ SLOW_SERVER = textwrap.dedent("""
             await asyncio.sleep(0)
             print("closed", flush=True)
 
-    async def open_pipeline():
+    @asynccontextmanager
+    async def open_tenants():
         try:
             print("opening", flush=True)
             await asyncio.sleep(float(sys.argv[2]))
         finally:
             print("opened", flush=True)
-        return Slow()
+        slow = Slow()
+        try:
+            yield Tenants(config, {MAIN: slow}, {MAIN: Path(sys.argv[3])})
+        finally:
+            await slow.close()
 
-    serve(ServerConfig(port=int(sys.argv[1])), open_pipeline)
+    config = Config(server={"port": int(sys.argv[1])})
+    serve(config, open_tenants)
 """)
 
 
 @contextmanager
-def slow_server(open_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def slow_server(open_s: float, uploads: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SLOW_SERVER, str(port), str(open_s)]
+    command = [sys.executable, "-c", SLOW_SERVER, str(port), str(open_s), str(uploads)]
     env = {**os.environ, "PYTHONPATH": str(Path(server.__file__).parents[2])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=env, **pipes) as process:
@@ -308,8 +318,8 @@ def slow_server(open_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_sigterm_lets_answers_finish_and_closes_the_pipeline() -> None:
-    with slow_server(open_s=0) as (process, url):
+def test_sigterm_lets_answers_finish_and_closes_the_pipeline(tmp_path) -> None:
+    with slow_server(open_s=0, uploads=tmp_path) as (process, url):
         wait_until_ready(url)
         with ThreadPoolExecutor(1) as executor:
             response = executor.submit(httpx.post, f"{url}/v1/answer", json={"question": "?"}, timeout=10)
@@ -322,8 +332,8 @@ def test_sigterm_lets_answers_finish_and_closes_the_pipeline() -> None:
         assert process.returncode == 0
 
 
-def test_sigterm_while_opening() -> None:
-    with slow_server(open_s=60) as (process, _):
+def test_sigterm_while_opening(tmp_path) -> None:
+    with slow_server(open_s=60, uploads=tmp_path) as (process, _):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
         assert (process.returncode, out) == (0, "opened\n"), err
