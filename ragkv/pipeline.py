@@ -75,14 +75,19 @@ class Pipeline:
 
     @classmethod
     async def open(
-        cls, config: Config, report: Callable[[str], None] = lambda line: None, *, start: bool = True
+        cls,
+        config: Config,
+        report: Callable[[str], None] = lambda line: None,
+        *,
+        start: bool = True,
+        tenant: str = MAIN,
     ) -> "Pipeline":
         """Check the home and its models, then load them (half a minute). `report` gets a line for each step.
 
         start: start vLLM at once; otherwise with the first work that needs it. Raises ModelError for a missing model,
         StoreError for a home of another model or version, before vLLM starts.
         """
-        pipeline = cls(Workspace(config, report))
+        pipeline = cls(Workspace(config, report), tenant)
         if start:
             await pipeline.start(report)
         return pipeline

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
+from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Tenant, Verbose
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, open_pipeline, opened, prepare
 from ragkv.config import MAIN, Config, load_config
@@ -35,6 +35,7 @@ def index(
         str | None,
         typer.Option(help="When the store is full: pin (kept), session (kept while used), ephemeral (first to go)."),
     ] = None,
+    tenant: Tenant = MAIN,
     home: Home = None,
     model: Model = None,
     embedder: Embedder = None,
@@ -56,7 +57,7 @@ def index(
     find_files(paths)  # a path that can't be used is told before a model is loaded
     prepare(log_file(config), verbose)
     try:
-        report = asyncio.run(_index(config, paths, treated))
+        report = asyncio.run(_index(config, paths, treated, tenant))
     except KeyboardInterrupt:
         err.print("interrupted; run it again to go on from here")
         raise
@@ -65,8 +66,8 @@ def index(
         raise typer.Exit(1)
 
 
-async def _index(config: Config, paths: list[Path], hint: "Hint | None") -> "IngestReport":
-    async with opened(config, for_index_of=paths) as pipeline:
+async def _index(config: Config, paths: list[Path], hint: "Hint | None", tenant: str) -> "IngestReport":
+    async with opened(config, for_index_of=paths, tenant=tenant) as pipeline:
         if pipeline.is_ready:
             await _profile_once(pipeline)  # before there is KV that its chunks could push out
         with output.IngestBars() as bars:
@@ -83,6 +84,7 @@ def ask(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time full prefill of the same prompt too.")] = False,
     as_json: AsJson = False,
+    tenant: Tenant = MAIN,
     home: Home = None,
     model: Model = None,
     embedder: Embedder = None,
@@ -107,11 +109,12 @@ def ask(
         Policy.of(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
     )
     prepare(log_file(config), verbose)
-    asyncio.run(_compare(config, question, options, as_json) if compare else _ask(config, question, options, as_json))
+    work = _compare if compare else _ask
+    asyncio.run(work(config, question, options, as_json, tenant))
 
 
-async def _ask(config: Config, question: str, options: "AnswerOptions", as_json: bool) -> None:
-    async with opened(config) as pipeline:
+async def _ask(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
+    async with opened(config, tenant=tenant) as pipeline:
         answer = await _answer(pipeline, question, options, show=not as_json)
     if as_json:
         typer.echo(json.dumps(_as_json(answer), ensure_ascii=False))
@@ -120,13 +123,13 @@ async def _ask(config: Config, question: str, options: "AnswerOptions", as_json:
         output.print_timings([answer])
 
 
-async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool) -> None:
+async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
     """Both answers from a warm engine with nothing in vLLM's prefix cache."""
     from ragkv.policies import Policy
 
     fused = replace(options, fresh=True)
     full = replace(fused, policy=Policy("full"))
-    async with opened(config) as pipeline:
+    async with opened(config, tenant=tenant) as pipeline:
         with err.status("warming up"):
             for warm_up in (fused, full):
                 await _answer(pipeline, question, replace(warm_up, max_tokens=1), show=False)

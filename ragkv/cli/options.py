@@ -30,4 +30,5 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with settings. [RAGKV_CONFIG]", rich_help_panel=SETTINGS)
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM logs.", rich_help_panel=SETTINGS)]
+Tenant = Annotated[str, typer.Option(help="Whose documents they are: see `tenants` in the configuration.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

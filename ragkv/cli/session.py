@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ragkv.cli import output
 from ragkv.cli.output import err
-from ragkv.config import Config
+from ragkv.config import MAIN, Config
 from ragkv.errors import ModelError, StoreError
 
 if TYPE_CHECKING:
@@ -65,17 +65,19 @@ def log_in_errors(config: Config) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(config: Config, *, for_index_of: Sequence[Path] | None = None) -> AsyncIterator["Pipeline"]:
+async def opened(
+    config: Config, *, for_index_of: Sequence[Path] | None = None, tenant: str = MAIN
+) -> AsyncIterator["Pipeline"]:
     """for_index_of: vLLM is started only if something in these paths has to be prefilled."""
     with log_in_errors(config):
-        pipeline = await open_pipeline(config, for_index_of)
+        pipeline = await open_pipeline(config, for_index_of, tenant)
     try:
         yield pipeline
     finally:
         await pipeline.close()
 
 
-async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = None) -> "Pipeline":
+async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = None, tenant: str = MAIN) -> "Pipeline":
     from ragkv import models
 
     for name in (config.model.name, config.index.embedder):
@@ -89,7 +91,7 @@ async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = No
         report("loading libraries")
         from ragkv.pipeline import Pipeline
 
-        pipeline = await Pipeline.open(config, report, start=for_index_of is None)
+        pipeline = await Pipeline.open(config, report, start=for_index_of is None, tenant=tenant)
         if for_index_of is not None and pipeline.needs_model(for_index_of):
             await pipeline.start(report)
         return pipeline

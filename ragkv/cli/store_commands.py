@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import AsJson, ConfigFile, Home
+from ragkv.cli.options import AsJson, ConfigFile, Home, Tenant
 from ragkv.cli.output import err, out
-from ragkv.config import Config, load_config
+from ragkv.config import MAIN, Config, load_config
 from ragkv.errors import StoreError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile =
 
 def delete(
     documents: Annotated[list[str], typer.Argument(help="Ids, or files and folders as `ragkv index` took them.")],
+    tenant: Tenant = MAIN,
     as_json: AsJson = False,
     home: Home = None,
     config_file: ConfigFile = None,
@@ -59,7 +60,7 @@ def delete(
     from ragkv.home import Home
     from ragkv.upkeep import delete_documents
 
-    deletion = delete_documents(Home(config.home), documents)
+    deletion = delete_documents(Home(config.home), documents, tenant)
     if as_json:
         typer.echo(json.dumps(asdict(deletion)))
     else:

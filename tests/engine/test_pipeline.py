@@ -9,12 +9,13 @@ import httpx
 import pytest
 
 from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Retrieved, Sampling, Turn
-from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
 from ragkv.errors import ContextTooLongError, DocumentError, StoreError
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.server import create_app
+from ragkv.server.tenants import Tenants
 
 pytestmark = pytest.mark.engine
 
@@ -152,7 +153,7 @@ def test_tokens_are_drawn_as_asked(runner, pipeline):
 
 def test_openais_client_gets_the_same_answer(runner, pipeline):
     async def ask():
-        transport = httpx.ASGITransport(create_app(pipeline))
+        transport = httpx.ASGITransport(create_app(Tenants(config, {MAIN: pipeline}, {MAIN: config.home / "uploads"})))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
             body = {"messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 12}
             chosen = {"policy": "query", "budget": 0.15, "top_k": 6}
@@ -246,7 +247,9 @@ def test_the_second_request_for_a_chunk_finds_it_in_memory(runner, pipeline, cor
     assert first.fallback is None and first.usage.memory_tokens == 0
     assert usage.memory_tokens > usage.reused_tokens > 0
     assert second.text == first.text and replace(usage, memory_tokens=0) == first.usage
-    chunks = {chunk.chunk_hash for s in second.sources for chunk in pipeline.workspace.catalog.chunks([s.chunk_id])}
+    chunks = {
+        chunk.chunk_hash for s in second.sources for chunk in pipeline.workspace.main.catalog.chunks([s.chunk_id])
+    }
     assert chunks <= pipeline.workspace.engine.in_memory
     store.delete(chunks)
     *_, third = runner.run(events_of(pipeline, QUESTIONS[1], policy, fresh=True))
@@ -283,7 +286,7 @@ def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, 
     assert store.verify().num_records == verified.num_records
 
 
-def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline):
+def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline, config):
     bodies = [
         {
             "question": QUESTIONS[i % 4],
@@ -295,7 +298,7 @@ def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline)
     ]
 
     async def post_all():
-        transport = httpx.ASGITransport(create_app(pipeline))
+        transport = httpx.ASGITransport(create_app(Tenants(config, {MAIN: pipeline}, {MAIN: config.home / "uploads"})))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
             alone = [(await client.post("/v1/answer", json=body)).json() for body in bodies]
             at_once = await asyncio.gather(*(client.post("/v1/answer", json=body) for body in bodies))
@@ -339,10 +342,13 @@ def test_hints_reach_the_store(runner, pipeline, corpus):
         return {key[:16].hex(): hint for key, hint in rows}
 
     runner.run(pipeline.ingest([corpus / "tea.md"], hint="pin"))
-    tea = {chunk.chunk_hash for chunk in pipeline.workspace.catalog.document_chunks(str((corpus / "tea.md").resolve()))}
+    tea = {
+        chunk.chunk_hash
+        for chunk in pipeline.workspace.main.catalog.document_chunks(str((corpus / "tea.md").resolve()))
+    }
     assert {digest for digest, hint in hints().items() if hint == "pin"} == tea | {pipeline.workspace.anchor_hash}
     *_, answer = runner.run(events_of(pipeline, "When is Darjeeling tea picked?", top_k=2, hint="ephemeral"))
-    found = {pipeline.workspace.catalog.chunks([source.chunk_id])[0].chunk_hash for source in answer.sources}
+    found = {pipeline.workspace.main.catalog.chunks([source.chunk_id])[0].chunk_hash for source in answer.sources}
     assert found and {digest for digest, hint in hints().items() if hint == "ephemeral"} == found
 
 
