@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ragkv import models
+from ragkv import canary, models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
@@ -200,7 +200,7 @@ class _Bench:
         rows = []
         for arm, task, (tokens, _) in zip(arms, tasks, answers, strict=True):
             (greedy_rows, gold_rows), report = await self._engine.score(prompt.token_ids, task, (greedy, gold))
-            kl = np.concatenate([_kl(of_greedy, greedy_rows), _kl(of_gold, gold_rows)])
+            kl = np.concatenate([canary.kl(of_greedy, greedy_rows), canary.kl(of_gold, gold_rows)])
             ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
             answer = self._text(tokens)
             shown = {}
@@ -323,12 +323,6 @@ class _Bench:
 
 def _by_hash(chunks: Iterable[list[int]]) -> dict[str, list[int]]:
     return {chunk_hash(chunk): chunk for chunk in chunks}
-
-
-def _kl(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """KL(full ‖ fused) at each position, from log-probabilities `[m, V]`."""
-    result: npt.NDArray[np.float32] = (np.exp(full) * (full - fused)).sum(1)
-    return result
 
 
 def _nll(rows: npt.NDArray[np.float32], tokens: Sequence[int]) -> float:

@@ -111,6 +111,17 @@ class AnswerConfig(Section):
     timeout_s: float | None = Field(None, gt=0, description="Longest time for a whole answer, in seconds. Default: any")
 
 
+class CanaryConfig(Section):
+    """Comparing answers with full prefill's while nobody waits."""
+
+    share: float = Field(0.01, ge=0, le=1, description="Share of the answers that are compared")
+    tokens: int = Field(8, ge=1, le=64, description="How many of an answer's first tokens")
+    max_kl: float = Field(
+        0.5, gt=0, description="Mean drift in nats beyond which the budget rises, of 20 answers in a row"
+    )
+    max_budget: float = Field(0.4, ge=0, le=1, description="How far it rises")
+
+
 Keys = dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
@@ -153,6 +164,7 @@ class Config(BaseSettings):
     index: IndexConfig = IndexConfig()
     store: StoreConfig = StoreConfig()
     answer: AnswerConfig = AnswerConfig()
+    canary: CanaryConfig = CanaryConfig()
     server: ServerConfig = ServerConfig()
     tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = Field(
         {}, description="By name; each has documents, KV, conversations and limits of its own"

@@ -13,6 +13,9 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ragkv.answer import (
     Answer,
     AnswerEvent,
@@ -26,8 +29,9 @@ from ragkv.answer import (
     Turn,
 )
 from ragkv.bench import Bench
+from ragkv.canary import Canary, Sample
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import MAIN, Config
+from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller import Plan, Profile
 from ragkv.conversation import Fitted, Threads, fit, in_one_turn
 from ragkv.engine.engine import Engine, EngineOutput
@@ -65,7 +69,8 @@ class Pipeline:
         self._own = workspace.corpus(tenant)
         self._indexer = Indexer(workspace, self._own)
         self._retrievers = [Retriever(c.catalog, c.index, workspace.embedder) for c in self._corpora.values()]
-        self._recapture = Recapture(self._capture_again)
+        self._recapture = Recapture(self._capture_again, workspace.idle)
+        self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
         self._threads = Threads()
         policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(
@@ -105,11 +110,18 @@ class Pipeline:
     async def close(self) -> None:
         for pipeline in (self, *self._beside):
             await pipeline._recapture.close()
+            await pipeline.canary.close()
         await self._at.close()
 
     @property
     def is_ready(self) -> bool:
         return self._at.engine is not None and self._at.engine.is_ready
+
+    @property
+    def defaults(self) -> AnswerConfig:
+        """What a request gets that doesn't say otherwise: as configured, but the budget may have risen."""
+        answer, budget = self.config.answer, self.canary.budget
+        return answer if budget is None else answer.model_copy(update={"budget": budget})
 
     @property
     def fallback(self) -> str | None:
@@ -206,7 +218,7 @@ class Pipeline:
         Closing the generator frees everything. Raises ContextTooLongError if the question alone doesn't fit.
         """
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
-        with self._recapture.answering():
+        with self._at.idle.answering():
             async with aclosing(self._answer(conversation, options)) as events:
                 async for event in events:
                     yield event
@@ -240,15 +252,15 @@ class Pipeline:
         if salt is None:
             salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
         submitted = time.perf_counter()
-        ttft_ms, texts, num_tokens = 0.0, [], 0
+        ttft_ms, texts, tokens = 0.0, list[str](), list[int]()
         output = EngineOutput("", [])
         sampling = {**asdict(options.sampling), "stop": list(options.sampling.stop)}
         outputs = engine.generate(prompt.token_ids, request, max_tokens=options.max_tokens, salt=salt, **sampling)
         async with aclosing(outputs):
             async for output in outputs:
-                if output.token_ids and not num_tokens:
+                if output.token_ids and not tokens:
                     ttft_ms = 1e3 * (time.perf_counter() - submitted)
-                num_tokens += len(output.token_ids)
+                tokens += output.token_ids
                 texts.append(output.text)
                 if output.text:
                     yield Delta(output.text)
@@ -260,6 +272,8 @@ class Pipeline:
         lost = output.report.lost_chunks if output.report else missing
         if self._at.fuses and options.policy.name != "full":
             self._recapture.add([*lost, *kv.without_average(task)])
+        if output.report and output.report.reused_tokens and request is not None and not inherited:
+            self.canary.offer(Sample(prompt.token_ids, request, tokens[: self.config.canary.tokens]))
         now = time.perf_counter()
         timings = Timings(1e3 * (submitted - begin), ttft_ms=ttft_ms, total_ms=1e3 * (now - begin))
         yield self._finished(
@@ -267,7 +281,7 @@ class Pipeline:
                 "".join(texts),
                 sources,
                 policy.label,
-                usage_of(prompt, output, num_tokens),
+                usage_of(prompt, output, len(tokens)),
                 timings,
                 output.finish_reason or "abort",
                 self._at.fallback or (missing_kv(len(missing), len(task.spans)) if missing else None),
@@ -281,6 +295,13 @@ class Pipeline:
         places = {hit.chunk.chunk_hash: i for i, hit in enumerate(fitted.found)}
         runs = runs_of(fitted.prompt, output, [places.get(hit.chunk.chunk_hash) for hit in fitted.hits])
         return Strip(self._at.layout.token_texts(fitted.prompt.token_ids), runs)
+
+    async def _score(self, sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        engine = await self._at.start()
+        exact = replace(sample.task, policy=Policy("full"))
+        (full,), _ = await engine.score(sample.prompt, exact, [sample.tokens])
+        (fused,), _ = await engine.score(sample.prompt, sample.task, [sample.tokens])
+        return full, fused
 
     async def _capture_again(self, digest: str) -> bool:
         """Also of a tenant whose documents are searched too."""

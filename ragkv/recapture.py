@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 from ragkv.errors import RagKVError
+from ragkv.idle import Idle
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.5  # how long nobody must have asked
 RECAPTURES = ("recaptured_chunks", "failed_recaptures")  # what is counted
 PAUSE_S = 60.0  # after a capture that failed: the disk may be full
 
@@ -18,23 +18,12 @@ PAUSE_S = 60.0  # after a capture that failed: the disk may be full
 class Recapture:
     """One for each pipeline; lives in its event loop. capture: makes the KV of one chunk, by hash; whether it did."""
 
-    def __init__(self, capture: Callable[[str], Awaitable[bool]]) -> None:
-        self._capture = capture
+    def __init__(self, capture: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
+        self._capture, self._idle = capture, idle
         self._lost: dict[str, None] = {}
-        self._num_answering, self._quiet_since = 0, 0.0
         self._paused_until = 0.0
         self._task: asyncio.Task[None] | None = None
         self.num_captured = self.num_failed = 0
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Nothing is captured meanwhile."""
-        self._num_answering += 1
-        try:
-            yield
-        finally:
-            self._num_answering -= 1
-            self._quiet_since = time.monotonic()
 
     def add(self, chunk_hashes: Iterable[str]) -> None:
         if time.monotonic() < self._paused_until:
@@ -45,10 +34,7 @@ class Recapture:
 
     async def _run(self) -> None:
         while self._lost:
-            wait = IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()
-            if wait > 0:
-                await asyncio.sleep(wait)
-                continue
+            await self._idle.wait()
             chunk_hash = next(iter(self._lost))
             del self._lost[chunk_hash]
             try:

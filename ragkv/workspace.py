@@ -8,6 +8,7 @@ from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config
 from ragkv.engine.engine import Engine
 from ragkv.home import CAPTURES_SETTING, Home, Owner
+from ragkv.idle import Idle
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.embedder import Embedder
@@ -51,7 +52,7 @@ class Workspace:
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
-        self.capturing = asyncio.Lock()
+        self.idle, self.capturing = Idle(), asyncio.Lock()
         self._starting = asyncio.Lock()
 
     def corpus(self, tenant: str) -> Corpus:

@@ -101,9 +101,9 @@ def test_a_binary_file_is_named(tmp_path: Path) -> None:
 def test_unknown_settings_in_the_file(settings) -> None:
     file = settings("nonsense = 1\n[server]\nprot = 1\n[modle]\nname = 'x'\n")
     assert sorted(problems(file)) == [
-        f"unknown setting modle in {file}; choose from home, model, index, store, answer, server",
-        f"unknown setting nonsense in {file}; choose from home, model, index, store, answer, server",
-        f"unknown setting server.prot in {file}; choose from host, port, keys",
+        f"unknown setting modle in {file}; choose from home, model, index, store, answer, canary, server, tenants",
+        f"unknown setting nonsense in {file}; choose from home, model, index, store, answer, canary, server, tenants",
+        f"unknown setting server.prot in {file}; choose from host, port, keys, max_requests, max_upload_mib",
     ]
 
 
@@ -153,3 +153,27 @@ def test_a_section_that_is_no_section(settings, monkeypatch: pytest.MonkeyPatch)
     assert "model = 'x'" in problems(file)[0]
     monkeypatch.setenv("RAGKV_MODEL", "x")
     assert "RAGKV_MODEL" in problems()[0] or '"model"' in problems()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tenants.Acme]\n", "tenants.Acme"),
+        ("[tenants.acme]\nreads = ['zeta']\n", "acme reads 'zeta'; the other tenants are main"),
+        ("[tenants.acme]\nreads = ['acme']\n", "acme reads 'acme'"),
+        ("[tenants.acme]\nreads = 'main'\n", "tenants.acme.reads = 'main'"),
+        ("[tenants.acme]\nrequests_per_minute = 0\n", "tenants.acme.requests_per_minute = 0"),
+        ("[tenants.acme.keys]\nann = 'secret'\n", "tenants.acme.keys.ann"),
+    ],
+)
+def test_tenants_that_cannot_be(settings, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(settings(text))
+
+
+def test_whose_a_key_is(settings) -> None:
+    a, b, c = (letter * 64 for letter in "abc")
+    text = f"[server.keys]\nann = '{a}'\n[tenants.main.keys]\nbob = '{b}'\n[tenants.acme.keys]\ncid = '{c}'\n"
+    assert load_config(settings(text)).holders() == {a: "main", b: "main", c: "acme"}
+    with pytest.raises(ConfigError, match="dan's key of zeta is one of acme too"):
+        load_config(settings(f"{text}[tenants.zeta.keys]\ndan = '{c}'\n")).holders()

@@ -4,26 +4,27 @@ import asyncio
 
 import pytest
 
-from ragkv import recapture
+from ragkv import idle, recapture
 from ragkv.errors import StoreError
+from ragkv.idle import Idle
 from ragkv.recapture import Recapture
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(recapture, "IDLE_S", 0.02)
+    monkeypatch.setattr(idle, "IDLE_S", 0.02)
 
 
 def run(play, capture):
     async def played():
-        captured = []
+        captured, idle = [], Idle()
 
         async def record(chunk_hash):
             captured.append(chunk_hash)
             return await capture(chunk_hash)
 
-        lost = Recapture(record)
-        await play(lost, captured)
+        lost = Recapture(record, idle)
+        await play(lost, captured, idle)
         await lost.close()
         return lost, captured
 
@@ -35,7 +36,7 @@ async def succeed(chunk_hash):
 
 
 def test_each_lost_chunk_is_captured_once():
-    async def play(lost, captured):
+    async def play(lost, captured, idle):
         lost.add(["a", "b"])
         lost.add(["b", "gone"])
         await asyncio.sleep(0.2)
@@ -48,8 +49,8 @@ def test_each_lost_chunk_is_captured_once():
 
 
 def test_nothing_is_captured_while_somebody_waits():
-    async def play(lost, captured):
-        with lost.answering(), lost.answering():
+    async def play(lost, captured, idle):
+        with idle.answering(), idle.answering():
             lost.add(["a"])
             await asyncio.sleep(0.1)
             assert captured == []
@@ -68,7 +69,7 @@ def test_after_a_failure_it_rests_and_then_goes_on(monkeypatch, error, caplog):
             raise errors.pop()
         return True
 
-    async def play(lost, captured):
+    async def play(lost, captured, idle):
         lost.add(["a", "b"])
         await asyncio.sleep(0.1)
         lost.add(["a"])  # not within the pause
@@ -88,7 +89,7 @@ def test_closing_ends_a_capture():
         await asyncio.sleep(3600)
         return True
 
-    async def play(lost, captured):
+    async def play(lost, captured, idle):
         lost.add(["a"])
         await asyncio.sleep(0.1)
 

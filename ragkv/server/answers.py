@@ -71,7 +71,7 @@ def answers(tenants: Tenants) -> APIRouter:
     async def answer(body: AnswerRequest, request: Request) -> Response | AnswerResponse:
         """Answer a question from the indexed documents."""
         tenant = tenants.of(request)
-        options = body.options(tenants.config.answer, body.max_tokens)
+        options = body.options(tenant.pipeline.defaults, body.max_tokens)
         check_ready(tenant.pipeline)
         events = tenant.observed.answer(body.question, options)
         # The first event is awaited before any status is sent, so that what is known by then gets its own.

@@ -211,8 +211,9 @@ def chat(tenants: Tenants) -> APIRouter:
         """Answer the last message of a conversation from the indexed documents."""
         if body.model not in (None, config.model.name):
             raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
-        options = body.ragkv.options(config.answer, body.max_completion_tokens or body.max_tokens, body.sampling())
         tenant = tenants.of(request)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
         check_ready(tenant.pipeline)
         events = tenant.observed.answer(body.conversation(), options)
         first = await unless_disconnected(request, anext(events))

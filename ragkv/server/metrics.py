@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
+from ragkv.canary import Drift
 from ragkv.errors import DeadlineError
 from ragkv.server.limits import Limits
 from ragkv.server.wire import STATUSES, Pipeline
@@ -18,6 +19,7 @@ from ragkv.server.wire import STATUSES, Pipeline
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
 _STAGE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5)
+_KL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
 _RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
 
 
@@ -51,7 +53,17 @@ class Metrics:
         self.completion = counter("completion_tokens", "Tokens generated")
         self.fallbacks = counter("fallbacks", "Answers with less reuse than there could be, and why", "reason")
         self.plans = counter("plans", "What the controller chose: fuse, fuse warm, prefill", "way")
+        self.drift = histogram("canary_kl", "Drift of answers compared with full prefill's, in nats", _KL)
+        self.compared = counter("canary_tokens", "Tokens of answers that were compared with full prefill's")
+        self.agreed = counter("canary_agreeing_tokens", "Those that full prefill would have chosen too")
+        self.budget = Gauge("ragkv_budget", "Share of the cached tokens recomputed", ["tenant"], registry=registry)
         self.accuracy = histogram("plan_ttft_ratio", "TTFT by what the controller expected", _RATIO, "way")
+
+    def drifted(self, tenant: str, drift: Drift, budget: float) -> None:
+        self.drift.observe(drift.kl)
+        self.compared.inc(drift.num_tokens)
+        self.agreed.inc(drift.agreement * drift.num_tokens)
+        self.budget.labels(tenant).set(budget)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -21,6 +21,8 @@ class Tenant:
         self.pipeline, self.limits = pipeline, limits
         self.observed = Observed(pipeline, metrics, limits)
         self.uploads = Uploads(uploads, pipeline.ingest_documents)
+        metrics.budget.labels(pipeline.tenant).set(pipeline.defaults.budget)
+        pipeline.canary.on_drift = lambda d: metrics.drifted(pipeline.tenant, d, pipeline.defaults.budget)
 
 
 class Tenants:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
+from ragkv.canary import Canary
 from ragkv.config import AnswerConfig
 from ragkv.errors import (
     BusyError,
@@ -57,6 +58,12 @@ class Pipeline(Protocol):
 
     @property
     def tenant(self) -> str: ...
+
+    @property
+    def defaults(self) -> AnswerConfig: ...
+
+    @property
+    def canary(self) -> Canary: ...
 
     def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]: ...
 

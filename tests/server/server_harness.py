@@ -9,12 +9,15 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 import uvicorn
 
 from ragkv import server
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.canary import Canary
 from ragkv.config import MAIN, Config
 from ragkv.controller import Plan
+from ragkv.idle import Idle
 from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
@@ -46,6 +49,8 @@ class Library:
 
     def __init__(self, folder: Path, tenant: str = MAIN) -> None:
         self.tenant, self._catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
+        self.defaults = CONFIG.answer
+        self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(), self.score)
         self.obstacles: list[Exception] = []  # what the next ingests raise
 
     async def ingest_documents(self, documents, progress, hint, is_withdrawn):
@@ -89,6 +94,9 @@ class Library:
     @property
     def text_bytes(self):
         return self._catalog.text_bytes
+
+    async def score(self, sample):
+        pytest.fail("scored")
 
     async def search(self, question, top_k):
         return [SOURCE] * top_k

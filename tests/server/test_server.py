@@ -266,12 +266,15 @@ SLOW_SERVER = textwrap.dedent("""
     from contextlib import asynccontextmanager
     from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
+    from ragkv.canary import Canary
     from ragkv.config import MAIN, Config
+    from ragkv.idle import Idle
     from ragkv.server import serve
     from ragkv.server.tenants import Tenants
 
     class Slow:
-        tenant, is_ready, counters = MAIN, True, {}
+        tenant, is_ready, counters, defaults = MAIN, True, {}, Config().answer
+        canary = Canary(Config().canary, 0.05, Idle(), None)
 
         async def ingest_documents(self, *_): ...
 

@@ -1,0 +1,30 @@
+"""Lets work wait until nobody waits for an answer. Knows nothing about the work."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+IDLE_S = 0.5  # how long nobody must have asked
+
+
+class Idle:
+    """Of one engine; lives in its event loop."""
+
+    def __init__(self) -> None:
+        self._num_answering, self._quiet_since = 0, 0.0
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """It isn't idle meanwhile."""
+        self._num_answering += 1
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            self._quiet_since = time.monotonic()
+
+    async def wait(self) -> None:
+        """Until nobody has asked for `IDLE_S`."""
+        while (wait := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
