@@ -17,6 +17,10 @@ class ModelError(RagKVError):
     """A model that is missing, damaged, or can't be loaded."""
 
 
+class EngineStoppedError(RagKVError):
+    """vLLM has ended, with the request that was being worked on."""
+
+
 class StoreError(RagKVError):
     """A store that can't be used: made by another version, or no space left."""
 

@@ -133,6 +133,7 @@ class Pipeline:
         """How often something kept a chunk or a request from being reused, by reason; how many chunks were captured
         again for it."""
         counters = dict(self._at.engine.counters) if self._at.engine else {}
+        counters["engine_restarts"] = self._at.num_restarts
         recaptured = (self._recapture.num_captured, self._recapture.num_failed)
         return counters | dict(zip(RECAPTURES, recaptured, strict=True))
 

@@ -1,6 +1,7 @@
 """One home and its models, open: what indexing and answering share."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from ragkv import models
@@ -17,6 +18,9 @@ from ragkv.retriever.index import VectorIndex
 from ragkv.store.segment_store import SegmentStore
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
+
+
+logger = logging.getLogger(__name__)
 
 
 class Corpus:
@@ -52,6 +56,7 @@ class Workspace:
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
+        self.num_restarts = 0
         self.idle, self.capturing = Idle(), asyncio.Lock()
         self._starting = asyncio.Lock()
 
@@ -62,8 +67,13 @@ class Workspace:
         return self._corpora[tenant]
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
-        """Start vLLM, if it isn't running."""
+        """Start vLLM, if it isn't running, or no longer."""
         async with self._starting:
+            if self.engine is not None and not self.engine.is_ready:
+                logger.error("vLLM has ended; starting it again")
+                self.num_restarts += 1
+                engine, self.engine = self.engine, None
+                await engine.close()
             if self.engine is None:
                 report(f"starting vLLM with {self.config.model.name}")
                 self.store.close()  # an open SQLite must not be carried into vLLM's processes

@@ -1,5 +1,6 @@
 """One vLLM engine with ragkv's connector in it: token ids in, tokens and a report out."""
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -25,7 +26,7 @@ from ragkv.engine.job import (
     Task,
     task_to_params,
 )
-from ragkv.errors import ModelError, StoreError
+from ragkv.errors import EngineStoppedError, ModelError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Engine:
             "kv_transfer_config": transfer,
         }
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **engine_args}))
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **engine_args}))
             (unsupported, *_) = await llm.collective_rpc("ragkv_attach")
         except Exception as error:  # whatever a loader makes of a damaged file
             raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
@@ -127,7 +128,7 @@ class Engine:
         """Decode greedily (unless `sampling` says otherwise) behind `token_ids`, piece by piece.
 
         salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
-        Closing the generator aborts the request.
+        Closing the generator aborts the request. Raises EngineStoppedError if vLLM ends.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -145,19 +146,24 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         if salt is not None:
             prompt["cache_salt"] = salt
-        async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
-            (piece,) = output.outputs
-            report = _report(output.kv_transfer_params)
-            if report is not None:
-                self._note(report)
-            yield EngineOutput(
-                piece.text,
-                list(piece.token_ids),
-                piece.finish_reason,
-                report,
-                output.num_cached_tokens or 0,
-                [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
-            )
+        try:
+            async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
+                (piece,) = output.outputs
+                report = _report(output.kv_transfer_params)
+                if report is not None:
+                    self._note(report)
+                yield EngineOutput(
+                    piece.text,
+                    list(piece.token_ids),
+                    piece.finish_reason,
+                    report,
+                    output.num_cached_tokens or 0,
+                    [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
+                )
+        except Exception as error:
+            if self.is_ready:
+                raise
+            raise EngineStoppedError("vLLM has ended while it worked on this; ask again in a minute") from error
 
     def _note(self, report: Report) -> None:
         if report.failed:
@@ -201,8 +207,9 @@ class Engine:
         return [row.reshape(len(tokens), -1) for row, tokens in zip(rows, continuations, strict=True)], report
 
     async def close(self) -> None:
-        self._llm.shutdown()
-        self._llm = None
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
 
 
 def _report(params: dict[str, Any] | None) -> Report | None:

@@ -15,7 +15,11 @@ from ragkv.errors import ConfigError
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
 from ragkv.server.tenants import Tenants
+from ragkv.server.wire import Pipeline
 
+logger = logging.getLogger(__name__)
+
+_LOOK_S, _RETRY_S = 1, 10  # between looks at the engine; after one that wasn't there
 GRACE_S = 30  # how long a server that is told to stop lets answers in progress finish
 
 
@@ -60,7 +64,23 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
         host, port = listener.getsockname()[:2]
         logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         tenants.start()
+        keeper = asyncio.create_task(_keep_running(tenants.main.pipeline))
         try:
             await uvicorn.Server(settings).serve(sockets=[listener])
         finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
             await tenants.close()
+
+
+async def _keep_running(pipeline: Pipeline) -> None:
+    """Start the engine again whenever it has ended."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        if not pipeline.is_ready:
+            try:
+                await pipeline.start()
+                logger.warning("the engine runs again")
+            except Exception:
+                logger.exception("the engine can't be started; trying again in %d s", _RETRY_S)
+                await asyncio.sleep(_RETRY_S)

@@ -24,6 +24,7 @@ from ragkv.errors import (
     ContextTooLongError,
     DeadlineError,
     DocumentError,
+    EngineStoppedError,
     OverloadedError,
     QuotaError,
     RagKVError,
@@ -44,6 +45,7 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
     ContextTooLongError: 413,
     DeadlineError: 504,
     DocumentError: 422,
+    EngineStoppedError: 503,
     OverloadedError: 429,
     QuotaError: 413,
 }
@@ -88,6 +90,8 @@ class Pipeline(Protocol):
         hint: Hint | None,
         is_withdrawn: Callable[[str], bool],
     ) -> IngestReport: ...
+
+    async def start(self) -> object: ...
 
     async def delete(self, ids: Collection[str]) -> Deletion: ...
 
@@ -182,7 +186,8 @@ STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "
 
 def check_ready(pipeline: Pipeline) -> None:
     if not pipeline.is_ready:
-        raise HTTPException(503, "the engine is not running; see the server's log")
+        message = "the engine is not running; if it has ended it is being started again, see the server's log"
+        raise HTTPException(503, message, {"Retry-After": "10"})
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

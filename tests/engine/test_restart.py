@@ -1,0 +1,93 @@
+"""What a server does when the engine's processes are killed under it."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import psutil
+import pytest
+
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
+from ragkv.pipeline import Pipeline
+from ragkv.server import create_app
+from ragkv.server.run import _keep_running
+from ragkv.server.tenants import Tenants
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def home(smollm, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(smollm.parent)
+    return home
+
+
+def engine_processes():
+    return [each for each in psutil.Process().children(recursive=True) if "VLLM" in " ".join(each.cmdline())]
+
+
+def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
+    model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
+    index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "captures": 1}
+    config = Config(home=home, model=model, index=index, answer={"controller": False})
+    bodies = [{"question": f"Who wrote note {i}?", "max_tokens": 60, "stream": i % 2 == 0} for i in range(16)]
+    text = "\n\n".join(f"Note {i} was written by person {i} in the year {1900 + i}. " * 6 for i in range(12))
+
+    async def run():
+        pipeline = await Pipeline.open(config)
+        served = Tenants(config, {MAIN: pipeline}, {MAIN: home / "uploads"})
+        served.start()
+        keeper = asyncio.create_task(_keep_running(pipeline))
+        transport = httpx.ASGITransport(create_app(served))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+
+            async def upload(name):
+                response = await client.post("/v1/documents", files={"files": (name, text.encode())})
+                assert response.status_code == 202
+                return response.headers["location"]
+
+            async def done(job):
+                for _ in range(1200):
+                    if (found := (await client.get(job)).json())["status"] == "done":
+                        return found["report"]
+                    await asyncio.sleep(0.1)
+                pytest.fail(f"not done: {found}")
+
+            await done(await upload("notes.txt"))
+            before = (await client.post("/v1/answer", json={**bodies[1], "fresh": True})).json()
+            assert before["usage"]["reused_tokens"] > 0
+            asking = [asyncio.create_task(client.post("/v1/answer", json=body)) for body in bodies]
+            waiting = await upload("more.txt")
+            await asyncio.sleep(0.5)
+            for process in engine_processes():
+                os.kill(process.pid, signal.SIGKILL)
+            answers = await asyncio.gather(*asking)
+            assert (await client.get("/readyz")).status_code == 503
+            refused = await client.post("/v1/answer", json=bodies[1])
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            for _ in range(3000):
+                if (await client.get("/readyz")).status_code == 200:
+                    break
+                await asyncio.sleep(0.1)
+            after = (await client.post("/v1/answer", json={**bodies[1], "fresh": True})).json()
+            report = await done(waiting)
+            names = [each["name"] for each in (await client.get("/v1/documents")).json()["documents"]]
+            counters = (await client.get("/healthz")).json()["counters"]
+        keeper.cancel()
+        await served.close()
+        problems = pipeline.workspace.store.verify().problems
+        await pipeline.close()
+        return before, answers, after, report, names, counters, problems
+
+    before, answers, after, report, names, counters, problems = runner.run(run())
+    for answer, body in zip(answers, bodies, strict=True):
+        told = "EngineStoppedError" in answer.text
+        assert told or "finish_reason" in answer.text, answer.text
+        assert answer.status_code == 200 if body["stream"] else answer.status_code == (503 if told else 200)
+    assert sum("EngineStoppedError" in answer.text for answer in answers) > 8
+    assert after["answer"] == before["answer"] and after["usage"]["reused_tokens"] > 0
+    assert report["documents_new"] == 1 and names == ["more.txt", "notes.txt"]
+    assert counters["engine_restarts"] == 1 and problems == []
+    assert not engine_processes()
