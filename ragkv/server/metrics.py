@@ -33,6 +33,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"ragkv_{name}", text, labels, buckets=buckets, registry=registry)
 
+        self.ready = Gauge("ragkv_ready", "1 while questions can be answered, as /readyz has it", registry=registry)
         self.in_progress = Gauge("ragkv_requests_in_progress", "Questions being answered", registry=registry)
         self.requests = counter("requests", "Questions, by outcome: answered, refused, failed, cancelled", "outcome")
         self.ttft = histogram("ttft_seconds", "From the prompt's submission to the first token", _TTFT, "policy")
@@ -74,6 +75,7 @@ class Observed:
         self._pipeline = pipeline
         self.config = pipeline.config
         self.metrics = Metrics(lambda: self.counters)
+        self.metrics.ready.set_function(lambda: self.is_ready)
 
     @property
     def is_ready(self) -> bool:
