@@ -164,6 +164,15 @@ def test_port_in_use_is_told_before_anything_is_loaded(home: Path) -> None:
     assert line.startswith(f"can't listen on 127.0.0.1:{port}: Address already in use; choose another with --host")
 
 
+def test_serve_takes_a_settings_file(home: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        file = tmp_path / "ragkv.toml"
+        file.write_text(f"[server]\nport = {port}\n")
+        (line,) = errors("serve", "--config", file)
+    assert line.startswith(f"can't listen on 127.0.0.1:{port}")
+
+
 def test_serve_fetches_missing_models_once_it_knows_where_to_listen(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
