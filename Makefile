@@ -8,7 +8,7 @@ PYTEST = .venv/bin/pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reord
 QUESTION ?= What does ragkv do with the KV cache of a chunk?
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo lint check test clean
+.PHONY: help setup models demo docs lint check test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ demo: models  ## Index this project's documents and ask a question, with and wit
 	.venv/bin/ragkv index README.md docs/architecture.md docs/configuration.md docs/measuring.md docs/policies.md
 	.venv/bin/ragkv ask "$(QUESTION)" --compare
 	@echo "The embedded model has 135 million parameters and writes accordingly; --model takes a better one."
+
+docs: setup  ## Rewrite the table of settings in docs/configuration.md
+	.venv/bin/python docs/settings.py
 
 lint: setup  ## Format, lint and types
 	.venv/bin/ruff format --check

@@ -7,11 +7,12 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
@@ -41,9 +42,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
         validate_default=True,
-        description="Computation and KV dtype; auto: bfloat16, or float32 on a CPU without bfloat16 instructions",
+        description="Computation and KV dtype; auto: bfloat16, but float32 on a CPU without bfloat16 instructions, "
+        "where that is about 3 times as fast",
     )
-    max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; default: the model's own")
+    max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
@@ -61,9 +63,15 @@ class IndexConfig(Section):
         EMBEDDED_EMBEDDER, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_EMBEDDER!r}"
     )
     chunk_tokens: int = Field(512, ge=16, le=8192, description="Largest chunk, in the generator's tokens")
-    chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
+    chunk_overlap: int = Field(
+        0, ge=0, description="Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"
+    )
     captures: int = Field(
-        4, ge=1, le=64, description="Contexts that a chunk's KV is averaged over; 1 = once, behind the anchor"
+        4,
+        ge=1,
+        le=64,
+        description="Contexts that a chunk's KV is averaged over; 1: once, behind the anchor, for a quarter of the "
+        "index time, half the disk and more drift",
     )
 
 
@@ -71,21 +79,26 @@ class StoreConfig(Section):
     """Where chunks' KV lies between requests."""
 
     codec: Literal["raw", "int8", "fp8"] = Field(
-        "raw", description="How KV is stored from now on: as it is, or as 8-bit numbers with scales"
+        "raw",
+        description="How KV is stored from now on: as it is, or as 8-bit numbers with scales. What is stored already "
+        "stays as it is and can be read",
     )
     disk_gib: float | None = Field(
         None,
         gt=0,
-        description="What chunks' KV may take on disk, in GiB; beyond it goes what is worth least. Default: all",
+        description="What chunks' KV may take on disk, in GiB. For what needs room beyond it goes what is worth least; "
+        "it is computed when it is asked for, and captured again while nobody waits. None: no limit",
     )
     memory_gib: float = Field(
         1.0,
         ge=0,
-        description="Memory for KV that is ready to use, in GiB, taken when vLLM starts; beyond it goes what is worth "
-        "least. 0: none, only what the system keeps of the files",
+        description="Memory for KV that is ready to use, in GiB, taken when vLLM starts (pinned on CUDA); beyond it "
+        "goes what is worth least. 0: none, only what the system keeps of the files",
     )
     eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = Field(
-        "gdsf", description="What is worth least: by uses and cost for its size, by last use, or by number of uses"
+        "gdsf",
+        description="What is worth least: gdsf by uses times cost to recompute over size, with ageing; lru by last "
+        "use; lfu by uses; lfuda by uses, with ageing",
     )
 
     def options(self) -> dict[str, Any]:
@@ -102,11 +115,18 @@ class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
     policy: str = Field(
-        "query-spread+shift", description="Which cached tokens to recompute: none, query, full, … (docs/policies.md)"
+        "query-spread+shift",
+        description="Which cached tokens to recompute: none, query, full, … ([policies](policies.md))",
     )
-    budget: float = Field(0.05, ge=0, le=1, description="Share of the cached tokens to recompute")
+    budget: float = Field(
+        0.05, ge=0, le=1, description="Share of the cached tokens to recompute (not for `none` and `full`)"
+    )
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
-    controller: bool = Field(True, description="Leave to vLLM what it prefills faster than it could be fused")
+    controller: bool = Field(
+        True,
+        description="Leave to vLLM what it prefills faster than it could be fused, by a profile that `ragkv index`, "
+        "`serve` and `profile` measure once for each machine, model, codec and policy",
+    )
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
     timeout_s: float | None = Field(None, gt=0, description="Longest time for a whole answer, in seconds. Default: any")
 
@@ -126,11 +146,13 @@ Keys = dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
 class ServerConfig(Section):
-    host: str = Field("127.0.0.1", description="Address to listen on")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. One that other machines reach needs `server.keys`"
+    )
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
     keys: Keys = Field(
         {},
-        description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). Default: nobody needs one",
+        description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). None: nobody needs one",
     )
     max_requests: int = Field(256, ge=1, description="Questions worked on at a time; who asks more is told to wait")
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
@@ -202,16 +224,39 @@ def load_config(config_file: Path | None = None, **flags: Any) -> Config:
     flags: as in the tree, `home=…, model={"name": …}`; those that are None don't count. Raises ConfigError, with a line
     for each problem, where the file can't be read, a setting is unknown or a value can't be used.
     """
-    file = config_file or os.environ.get("RAGKV_CONFIG")
-    sources = {
-        f"in {file}": _read_toml(Path(file).expanduser()) if file else {},
-        "in the environment": _read_environment(),
-        "on the command line": _given(flags),
-    }
+    sources = read_sources(config_file, **flags)
     try:
         return Config(**_merge(sources.values()))
     except ValidationError as error:
         raise ConfigError("\n".join(_problem(detail, sources) for detail in error.errors())) from error
+
+
+def read_sources(config_file: Path | None = None, **flags: Any) -> dict[str, dict[str, Any]]:
+    """What is set, by where it is set, weakest first: a tree each. Raises ConfigError as `load_config`."""
+    file = config_file or os.environ.get("RAGKV_CONFIG")
+    return {
+        f"in {file}": _read_toml(Path(file).expanduser()) if file else {},
+        "in the environment": _read_environment(),
+        "on the command line": _given(flags),
+    }
+
+
+def origin(path: Sequence[str], sources: Mapping[str, dict[str, Any]]) -> str | None:
+    """Which of `sources` a setting is from; None if it is set in none of them."""
+    return next((where for where in reversed([*sources]) if _has(sources[where], path)), None)
+
+
+def setting_fields() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Each section, and each setting, by its path."""
+    for name, field in Config.model_fields.items():
+        yield (name,), field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from (((name, key), below) for key, below in field.annotation.model_fields.items())
+
+
+def variable(*path: str) -> str:
+    """The environment's name of a setting."""
+    return f"RAGKV_{'__'.join(path)}".upper()
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -225,7 +270,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 def _read_environment() -> dict[str, Any]:
     """As a tree. pydantic-settings passes over variables that it doesn't know, so they are looked for here."""
-    known = {_variable(*path) for path in _setting_paths()} | OTHER_VARIABLES
+    known = {variable(*path) for path, _ in setting_fields()} | OTHER_VARIABLES
     for name, value in os.environ.items():
         if name.upper().startswith("RAGKV_") and name.upper() not in known and not KUBERNETES.match(f"{name}={value}"):
             similar = difflib.get_close_matches(name.upper(), known, n=1)
@@ -235,17 +280,6 @@ def _read_environment() -> dict[str, Any]:
         return EnvSettingsSource(Config)()
     except SettingsError as error:
         raise ConfigError(f"in the environment: {error}; a whole section must be JSON") from error
-
-
-def _setting_paths() -> Iterator[tuple[str, ...]]:
-    for name, field in Config.model_fields.items():
-        yield (name,)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from ((name, key) for key in field.annotation.model_fields)
-
-
-def _variable(*path: str) -> str:
-    return f"RAGKV_{'__'.join(path)}".upper()
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,14 +301,14 @@ def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _problem(detail: ErrorDetails, sources: Mapping[str, dict[str, Any]]) -> str:
     """One line: the setting, its value, where it was set, and what is wrong with it."""
     path = [str(part) for part in detail["loc"]]
-    where = [name for name, source in sources.items() if _has(source, path)][-1:]
+    where = [found] if (found := origin(path, sources)) else []
     if detail["type"] == "extra_forbidden":
-        siblings = [known[-1] for known in _setting_paths() if list(known[:-1]) == path[:-1]]
+        siblings = [known[-1] for known, _ in setting_fields() if list(known[:-1]) == path[:-1]]
         return " ".join([f"unknown setting {'.'.join(path)}", *where]) + f"; choose from {', '.join(siblings)}"
     return " ".join([f"{'.'.join(path)} = {detail['input']!r}", *where]) + f": {detail['msg']}"
 
 
-def _has(source: Any, path: list[str]) -> bool:
+def _has(source: Any, path: Sequence[str]) -> bool:
     for part in path:
         if not isinstance(source, dict) or part not in source:
             return False

@@ -164,6 +164,26 @@ def test_port_in_use_is_told_before_anything_is_loaded(home: Path) -> None:
     assert line.startswith(f"can't listen on 127.0.0.1:{port}: Address already in use; choose another with --host")
 
 
+def test_serve_takes_a_settings_file(home: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        file = tmp_path / "ragkv.toml"
+        file.write_text(f"[server]\nport = {port}\n")
+        (line,) = errors("serve", "--config", file)
+    assert line.startswith(f"can't listen on 127.0.0.1:{port}")
+
+
+def test_serve_fetches_missing_models_once_it_knows_where_to_listen(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert "no key is asked for" in errors("serve", "--fetch", "--host", "0.0.0.0", "--port", str(free_port()))[0]
+    assert not home.exists()
+    done = run("serve", "--fetch", "--port", str(free_port()))
+    assert done.returncode == 1 and f"{EMBEDDED_MODEL}: downloading" in done.stderr
+    assert "error: pip could not download" in done.stderr
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]

@@ -45,6 +45,7 @@ evaluations.command()(eval_commands.timeline)
 evaluations.command()(eval_commands.faults)
 evaluations.command()(eval_commands.churn)
 app.add_typer(evaluations, name="eval")
+app.command()(home_commands.config)
 app.command()(home_commands.doctor)
 
 

@@ -198,6 +198,9 @@ async def _profile(config: Config) -> "Profile":
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [RAGKV_SERVER__HOST]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. [RAGKV_SERVER__PORT]")] = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="First download the embedded models that are missing.")
+    ] = False,
     home: Home = None,
     model: Model = None,
     embedder: Embedder = None,
@@ -216,20 +219,23 @@ def serve(
     prepare(None, verbose)
     from ragkv import server
 
-    server.serve(config, lambda: _open_to_serve(config))
+    server.serve(config, lambda: _open_to_serve(config, fetch))
 
 
 def key(
-    name: Annotated[str, typer.Argument(help="Who gets it.")],
+    names: Annotated[list[str], typer.Argument(help="Who gets one, each a key of their own.")],
 ) -> None:
-    """Make an API key for the server. It is shown once; the settings hold its hash."""
+    """Make API keys for the server. They are shown once; the settings hold their hashes."""
     from ragkv.server.gate import new_key
 
-    made, digest = new_key()
-    typer.echo(made)
+    made = {name: new_key() for name in names}
+    for key, _ in made.values():
+        typer.echo(key)
+    hashes = {name: digest for name, (_, digest) in made.items()}
+    lines = "\n".join(f'{json.dumps(name)} = "{digest}"' for name, digest in hashes.items())
     err.print(
-        f"Give it to {name}: it can't be shown again. In the settings file of `ragkv serve`:\n\n[server.keys]\n"
-        f"{json.dumps(name)} = \"{digest}\"\n\nor RAGKV_SERVER__KEYS='{json.dumps({name: digest})}'",
+        f"Made for {', '.join(made)}, and shown this once only. In the settings file of `ragkv serve`:\n\n"
+        f"[server.keys]\n{lines}\n\nor RAGKV_SERVER__KEYS='{json.dumps(hashes)}'",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -237,9 +243,15 @@ def key(
 
 
 @asynccontextmanager
-async def _open_to_serve(config: Config) -> AsyncIterator["Tenants"]:
+async def _open_to_serve(config: Config, fetch: bool) -> AsyncIterator["Tenants"]:
     from ragkv.server.tenants import Tenants
 
+    if fetch:
+        from ragkv import models
+
+        for name in (config.model.name, config.index.embedder):
+            if name in models.EMBEDDED:
+                models.fetch(name, config.home, lambda line: err.print(line, style="dim", markup=False))
     async with AsyncExitStack() as stack:
         main = await open_pipeline(config)
         stack.push_async_callback(main.close)

@@ -1,4 +1,4 @@
-"""The commands that look after the embedded models and the machine. They start no model."""
+"""The commands that look after the embedded models, the settings and the machine. They start no model."""
 
 from functools import partial
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from ragkv.cli import output
 from ragkv.cli.options import ConfigFile, Embedder, Home, Model
-from ragkv.config import load_config
+from ragkv.config import load_config, read_sources
 
 
 def fetch(
@@ -29,6 +29,21 @@ def fetch(
 def _report(lines: list[str], line: str) -> None:
     lines.append(line)
     typer.echo(line)
+
+
+def config(
+    reference: Annotated[
+        bool, typer.Option("--reference", help="A Markdown table of all settings there are instead.")
+    ] = False,
+    config_file: ConfigFile = None,
+) -> None:
+    """Show the settings in force, as TOML, and where each is set."""
+    from ragkv import reference as texts
+
+    if reference:
+        typer.echo(texts.reference())
+    else:
+        typer.echo(texts.in_force(load_config(config_file), read_sources(config_file)), nl=False)
 
 
 def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:

@@ -38,6 +38,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"ragkv_{name}", text, labels, buckets=buckets, registry=registry)
 
+        self.ready = Gauge("ragkv_ready", "1 while questions can be answered, as /readyz has it", registry=registry)
         self.in_progress = Gauge("ragkv_requests_in_progress", "Questions being answered", registry=registry)
         self.requests = counter(
             "requests", "Questions, by outcome: answered, refused, failed, cancelled", "outcome", "tenant"
@@ -97,9 +98,11 @@ class Observed:
         try:
             with self._limits.request(), metrics.in_progress.track_inprogress():
                 outcome = "cancelled"  # unless it turns out otherwise
-                async for event in self._timed(_until(self.pipeline.answer(asked, options), options.timeout_s)):
-                    outcome = "answered" if isinstance(event, Answer) else outcome
-                    yield event
+                timed = self._timed(_until(self.pipeline.answer(asked, options), options.timeout_s))
+                async with aclosing(timed) as events:
+                    async for event in events:
+                        outcome = "answered" if isinstance(event, Answer) else outcome
+                        yield event
         except Exception as error:
             outcome = "refused" if isinstance(error, tuple(STATUSES)) else "failed"
             raise

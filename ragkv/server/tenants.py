@@ -32,6 +32,7 @@ class Tenants:
         """uploads: the folder where each tenant's uploads are kept until they are indexed."""
         self.config, places = config, Places(config.server.max_requests)
         self.metrics = Metrics(self._counters)
+        self.metrics.ready.set_function(lambda: self.main.pipeline.is_ready)
         self._tenants = {
             name: Tenant(
                 pipeline, uploads[name], Limits(config.tenants.get(name, TenantConfig()), places), self.metrics

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from ragkv import server
 from ragkv.cli import app
-from ragkv.config import MAIN, Config, ServerConfig
+from ragkv.config import MAIN, Config, ServerConfig, load_config
 from ragkv.errors import ConfigError
 from ragkv.server.gate import MAX_BODY_BYTES, OPEN, hash_of, is_loopback
 
@@ -130,6 +131,16 @@ def test_a_key_is_made_and_its_hash_fits_the_settings() -> None:
     assert digest == hashlib.sha256(key.encode()).hexdigest() and key not in result.stderr
     assert Config(server={"keys": {"ann": digest}}).server.keys == {"ann": digest}
     assert key != CliRunner().invoke(app, ["key", "ann"]).stdout.strip()
+
+
+def test_several_keys_come_with_settings_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["key", "ann", 'b "b"'])
+    hashes = dict(zip(["ann", 'b "b"'], map(hash_of, result.stdout.split()), strict=True))
+    section = result.stderr[result.stderr.index("[server.keys]") : result.stderr.index("\n\nor ")]
+    assert tomllib.loads(section)["server"]["keys"] == hashes
+    (value,) = re.findall("RAGKV_SERVER__KEYS='(.*)'", result.stderr)
+    monkeypatch.setenv("RAGKV_SERVER__KEYS", value)
+    assert load_config().server.keys == hashes
 
 
 def test_the_command_refuses_to_listen_beyond_this_machine(tmp_path) -> None:

@@ -52,6 +52,12 @@ def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
     assert found["process_resident_memory_bytes",] > 1e7
 
 
+def test_ready(pipeline, client) -> None:
+    assert samples(client)["ragkv_ready",] == 1
+    pipeline.is_ready = False
+    assert samples(client)["ragkv_ready",] == 0
+
+
 def test_labels_stay_few_whatever_clients_choose(pipeline, client) -> None:
     for i in range(5):
         label, reason = f"query+full[0.{i}]:0.{i}", f"no usable KV for {i} of 6 chunks"

@@ -1,0 +1,87 @@
+"""Settings as text: the reference in the documentation is the code's, and what is in force says where it is from."""
+
+import json
+import os
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragkv import cli
+from ragkv.config import Config, load_config, setting_fields, variable
+from ragkv.reference import reference
+
+ROOT = Path(__file__).parent.parent
+HASH = f"{0xABC:064x}"[::-1]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("RAGKV_")]:
+        monkeypatch.delenv(name)
+
+
+def show(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(cli.app, ["config", *map(str, arguments)], catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_the_documentation_has_the_reference_as_the_code_has_it() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
+    page = script["PAGE"].read_text()
+    assert page == script["renewed"](page), "run `make docs`"
+    assert reference() in page
+
+
+def test_the_reference_names_every_setting_once_and_describes_it() -> None:
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in reference().splitlines()]
+    assert header == ["setting", "type", "default", "environment", "meaning"]
+    sections = {path[0] for path, _ in setting_fields() if len(path) > 1}
+    wanted = [path for path, _ in setting_fields() if path != (path[0],) or path[0] not in sections]
+    assert [row[0] for row in rows] == [f"`{'.'.join(path)}`" for path in wanted]
+    assert [row[3] for row in rows] == [f"`{variable(*path)}`" for path in wanted]
+    assert all(len(row) == 5 and row[4] not in ("", "None") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "default"),
+    [
+        ("home", "path", "`~/.ragkv`"),
+        ("model.dtype", "`auto`, `bfloat16`, `float16`, `float32`", "`auto`"),
+        ("model.max_model_len", "integer, at least 256", "none"),
+        ("model.gpu_memory_utilization", "number, above 0, at most 1", "`0.85`"),
+        ("index.captures", "integer, 1 to 64", "`4`"),
+        ("answer.controller", "`true` or `false`", "`true`"),
+        ("server.keys", "table", "none"),
+    ],
+)
+def test_types_and_defaults(setting: str, kind: str, default: str) -> None:
+    assert f"\n| `{setting}` | {kind} | {default} | " in reference()
+
+
+def test_settings_in_force_are_toml_with_where_each_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ragkv.toml"
+    file.write_text(f'[store]\nmemory_gib = 4\ndisk_gib = 7\n[server.keys]\n"a [b]" = "{HASH}"\n')
+    monkeypatch.setenv("RAGKV_STORE__DISK_GIB", "50")
+    shown = show("--config", file)
+    lines = shown.splitlines()
+    assert 'codec = "raw" # default' in lines
+    assert "disk_gib = 50.0 # in the environment" in lines  # not the file's 7
+    assert f"memory_gib = 4.0 # in {file}" in lines
+    assert "# max_model_len is not set" in lines
+    assert HASH not in shown and tomllib.loads(shown)["server"]["keys"] == {"a [b]": f"{HASH[:8]}…"}
+
+
+def test_settings_in_force_can_be_loaded_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "ragkv.toml"
+    file.write_text(show())
+    assert load_config(file) == Config()
+
+
+def test_a_section_in_the_environment_is_where_its_settings_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGKV_ANSWER", json.dumps({"top_k": 3}))
+    lines = show().splitlines()
+    assert "top_k = 3 # in the environment" in lines and "budget = 0.05 # default" in lines
