@@ -41,7 +41,7 @@ from ragkv.profiling import ProfileFile, measure
 from ragkv.prompt import Prompt
 from ragkv.recapture import Recapture
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.retriever import Hit, Retriever
+from ragkv.retriever.retriever import Hit
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Workspace
 
@@ -58,7 +58,7 @@ class Pipeline:
         self.workspace = self._at = workspace
         self.config = config = workspace.config
         self._indexer = Indexer(workspace)
-        self._retriever = Retriever(workspace.catalog, workspace.index, workspace.embedder)
+        self._retriever = workspace.retriever
         self._recapture = Recapture(self._indexer.capture_again)
         self._threads = Threads()
         policy = Policy.of(config.answer.policy, config.answer.budget)

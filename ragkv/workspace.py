@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterable
 
 from ragkv import models
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import Config
+from ragkv.config import Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.home import CAPTURES_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.reranker import Reranker
+from ragkv.retriever.retriever import Retriever
 from ragkv.store.segment_store import SegmentStore
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
@@ -37,9 +39,20 @@ class Workspace:
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
         self.index = VectorIndex(self.home.index)
+        self.retriever = self._retriever(config.retrieval)
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
         self._starting = asyncio.Lock()
+
+    def _retriever(self, config: RetrievalConfig) -> Retriever:
+        keywords = reranker = None
+        if config.mode == "hybrid":
+            from ragkv.retriever.keywords import KeywordIndex  # its library takes a second to import
+
+            keywords = KeywordIndex()
+        if config.reranker is not None:
+            reranker = Reranker(models.resolve(config.reranker, self.home.path))
+        return Retriever(self.catalog, self.index, self.embedder, keywords, reranker, config.candidates)
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, if it isn't running."""

@@ -101,8 +101,8 @@ def test_a_binary_file_is_named(tmp_path: Path) -> None:
 def test_unknown_settings_in_the_file(settings) -> None:
     file = settings("nonsense = 1\n[server]\nprot = 1\n[modle]\nname = 'x'\n")
     assert sorted(problems(file)) == [
-        f"unknown setting modle in {file}; choose from home, model, index, store, answer, server",
-        f"unknown setting nonsense in {file}; choose from home, model, index, store, answer, server",
+        f"unknown setting modle in {file}; choose from home, model, index, store, retrieval, answer, server",
+        f"unknown setting nonsense in {file}; choose from home, model, index, store, retrieval, answer, server",
         f"unknown setting server.prot in {file}; choose from host, port, keys",
     ]
 
