@@ -111,6 +111,20 @@ class StoreConfig(Section):
         return {**self.options(), "memory_bytes": round(self.memory_gib * (1 << 30))}
 
 
+class RetrievalConfig(Section):
+    """How a question finds its chunks."""
+
+    mode: Literal["vector", "hybrid"] = Field(
+        "vector", description="By what chunks are found: vectors, or vectors and words (BM25), their ranks fused"
+    )
+    reranker: str | None = Field(
+        None, description="Cross-encoder that reorders what was found: local folder or Hugging Face id. Default: none"
+    )
+    candidates: int = Field(
+        50, ge=1, le=1000, description="Chunks that each search brings to be fused or reordered, if top_k isn't more"
+    )
+
+
 class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
@@ -185,6 +199,7 @@ class Config(BaseSettings):
     model: ModelConfig = ModelConfig()
     index: IndexConfig = IndexConfig()
     store: StoreConfig = StoreConfig()
+    retrieval: RetrievalConfig = RetrievalConfig()
     answer: AnswerConfig = AnswerConfig()
     canary: CanaryConfig = CanaryConfig()
     server: ServerConfig = ServerConfig()

@@ -48,7 +48,7 @@ from ragkv.recapture import RECAPTURES, Recapture
 from ragkv.retriever.catalog import Chunk, DocumentInfo
 from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.retriever import Hit, Retriever, merged
+from ragkv.retriever.retriever import Hit, merged
 from ragkv.store.eviction import Hint
 from ragkv.upkeep import Deletion
 from ragkv.workspace import Workspace
@@ -68,7 +68,7 @@ class Pipeline:
         self._corpora = {corpus.catalog.scope: corpus for corpus in map(workspace.corpus, (tenant, *reads))}
         self._own = workspace.corpus(tenant)
         self._indexer = Indexer(workspace, self._own)
-        self._retrievers = [Retriever(c.catalog, c.index, workspace.embedder) for c in self._corpora.values()]
+        self._retrievers = [workspace.retriever(corpus) for corpus in self._corpora.values()]
         self._recapture = Recapture(self._capture_again, workspace.idle)
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
         self._threads = Threads()
@@ -333,8 +333,10 @@ class Pipeline:
 
     def _search(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
         """For each question, heeding those before it."""
+        settings = self.config.retrieval
+        by_rank = settings.mode != "vector" or settings.reranker is not None
         return [
-            merged([each.search(text, top_k, questions[:i]) for each in self._retrievers], top_k)
+            merged([each.search(text, top_k, questions[:i]) for each in self._retrievers], top_k, by_rank=by_rank)
             for i, text in enumerate(questions)
         ]
 

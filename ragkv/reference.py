@@ -20,6 +20,7 @@ _WORDS: dict[Any, str] = {
     str: "text",
     Path: "path",
     dict: "table",
+    list: "list",
 }
 _SHOWN_OF_A_HASH = 8
 
@@ -29,11 +30,23 @@ def reference() -> str:
     rows = ["| setting | type | default | environment | meaning |", "|---|---|---|---|---|"]
     for path, field in setting_fields():
         if not isinstance(field.default, Section):
-            default = "none" if field.default in (None, {}) else f"`{_plain(field.default)}`"
-            rows.append(
-                f"| `{'.'.join(path)}` | {_type(field)} | {default} | `{variable(*path)}` | {field.description} |"
-            )
+            rows.append(_row(".".join(path), field, f"`{variable(*path)}`"))
+        if (named := _named_section(field)) is not None:
+            rows += [_row(f"{path[0]}.NAME.{key}", each, "") for key, each in named.model_fields.items()]
     return "\n".join(rows)
+
+
+def _row(name: str, field: FieldInfo, where: str) -> str:
+    default = "none" if field.default in (None, {}, []) else f"`{_plain(field.default)}`"
+    return f"| `{name}` | {_type(field)} | {default} | {where} | {field.description} |"
+
+
+def _named_section(field: FieldInfo) -> type[Section] | None:
+    """Of a table whose values are sections."""
+    if typing.get_origin(field.annotation) is not dict:
+        return None
+    _, kind = typing.get_args(field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def in_force(config: Config, sources: Mapping[str, dict[str, Any]]) -> str:
@@ -52,6 +65,12 @@ def in_force(config: Config, sources: Mapping[str, dict[str, Any]]) -> str:
             document.add(path[0], target)
         elif value is None:
             target.add(tomlkit.comment(f"{path[-1]} is not set"))
+        elif _named_section(field) is not None:
+            tables = tomlkit.table(is_super_table=True)
+            for name, section in value.items():
+                tables.add(name, _table(section, where))
+            document.add(tomlkit.nl())
+            document.add(path[0], tables)
         else:
             target.add(path[-1], _shown(value).comment(where))
     return document.as_string()
@@ -62,6 +81,14 @@ def _value(config: Config, path: tuple[str, ...]) -> Any:
     for name in path:
         value = getattr(value, name)
     return value
+
+
+def _table(section: Section, where: str) -> Item:
+    table = tomlkit.table()
+    for name, value in section:
+        if value is not None:
+            table.add(name, _shown(value).comment(where))
+    return table
 
 
 def _shown(value: Any) -> Item:

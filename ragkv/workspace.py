@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ragkv import models
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import MAIN, Config
+from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.home import CAPTURES_SETTING, Home, Owner
 from ragkv.idle import Idle
@@ -15,21 +16,31 @@ from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.reranker import Reranker
+from ragkv.retriever.retriever import Retriever
 from ragkv.store.segment_store import SegmentStore
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 
 
+if TYPE_CHECKING:
+    from ragkv.retriever.keywords import KeywordIndex
+
 logger = logging.getLogger(__name__)
 
 
 class Corpus:
-    """One tenant's documents, open: their catalogue and the index of their vectors."""
+    """One tenant's documents, open: their catalogue and the indexes of their vectors and, if wanted, their words."""
 
-    def __init__(self, home: Home, tenant: str) -> None:
+    def __init__(self, home: Home, tenant: str, config: RetrievalConfig) -> None:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
         self.index = VectorIndex(home.index_of(tenant))
+        self.keywords: KeywordIndex | None = None
+        if config.mode == "hybrid":
+            from ragkv.retriever import keywords  # its library takes a second to import
+
+            self.keywords = keywords.KeywordIndex()
 
 
 class Workspace:
@@ -47,13 +58,16 @@ class Workspace:
         fingerprint = models.model_fingerprint(self.folder, config.model.dtype, self.home.path)
         self.owner = Owner(f"{config.model.name} in {config.model.dtype}", fingerprint, config.index.embedder)
         self.home.check_owner(self.owner)
-        self.main = Corpus(self.home, MAIN)
+        self.main = Corpus(self.home, MAIN, config.retrieval)
         self._corpora = {MAIN: self.main}
         report(f"loading {config.index.embedder}")
         self.layout = PromptLayout(self.folder)
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
+        self._reranker: Reranker | None = None
+        if config.retrieval.reranker is not None:
+            self._reranker = Reranker(models.resolve(config.retrieval.reranker, self.home.path))
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
@@ -63,8 +77,13 @@ class Workspace:
     def corpus(self, tenant: str) -> Corpus:
         """The same object each time. Raises ConfigError for a name that can't be a tenant's."""
         if tenant not in self._corpora:
-            self._corpora[tenant] = Corpus(self.home, tenant)
+            self._corpora[tenant] = Corpus(self.home, tenant, self.config.retrieval)
         return self._corpora[tenant]
+
+    def retriever(self, corpus: Corpus) -> Retriever:
+        """A new one: what it remembers of questions is its user's."""
+        candidates = self.config.retrieval.candidates
+        return Retriever(corpus.catalog, corpus.index, self.embedder, corpus.keywords, self._reranker, candidates)
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, if it isn't running, or no longer."""

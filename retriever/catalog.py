@@ -229,6 +229,10 @@ class Catalog:
         vectors = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
         return [row[0] for row in rows], vectors.reshape(len(rows), -1) if rows else vectors.reshape(0, 0)
 
+    def texts(self, ids: Iterable[int]) -> dict[int, str]:
+        """The texts of those of `ids` that are still here, by id."""
+        return dict(self._rows("SELECT id, text FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids)))
+
     def get_setting(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM settings WHERE name = ?", name)
         return str(rows[0][0]) if rows else None

@@ -1,9 +1,10 @@
 """A question to its chunks. Knows nothing about how chunks are prompted, cached or answered from."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +13,33 @@ from ragkv.errors import ConfigError
 from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.index import VectorIndex
 
-_EARLIER = 0.3  # the weight of a question's vector in the search for the one that follows it: docs/log.md, 2026-11-22
+if TYPE_CHECKING:
+    from ragkv.retriever.keywords import KeywordIndex
+
+_EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log.md, 2026-11-22
 _NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
 _NUM_VECTORS = 1024  # questions that are asked again as a conversation goes on
+_RRF = 60  # Cormack, Clarke, Büttcher: Reciprocal Rank Fusion outperforms Condorcet, SIGIR 2009
+
+Vector = npt.NDArray[np.float32]
 
 
 class QuestionEmbedder(Protocol):
     """What the retriever needs of an embedder."""
 
-    def embed_question(self, question: str) -> npt.NDArray[np.float32]: ...
+    def embed_question(self, question: str) -> Vector: ...
+
+
+class PairScorer(Protocol):
+    """What the retriever needs of a reranker."""
+
+    def scores(self, question: str, texts: Sequence[str]) -> Vector: ...
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk that was found, and its cosine similarity to the question. scope: of the catalogue that has it."""
+    """A chunk that was found, and its cosine similarity to the question: also where another order was found better.
+    scope: of the catalogue that has it."""
 
     chunk: Chunk
     score: float
@@ -33,34 +47,84 @@ class Hit:
 
 
 class Retriever:
-    """Searches the catalogue as it is now, also after another process has changed it. Usable from many threads."""
+    """Searches the catalogue as it is now, also after another process has changed it. Usable from many threads.
 
-    def __init__(self, catalog: Catalog, index: VectorIndex, embedder: QuestionEmbedder) -> None:
+    keywords: searched beside the vectors, and the ranks fused. reranker: puts what was found in an order of its own.
+    candidates: how many chunks each search brings for these two, if not more are asked for.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        index: VectorIndex,
+        embedder: QuestionEmbedder,
+        keywords: "KeywordIndex | None" = None,
+        reranker: PairScorer | None = None,
+        candidates: int = 50,
+    ) -> None:
         self._catalog = catalog
         self._index = index
         self._vector = lru_cache(_NUM_VECTORS)(embedder.embed_question)
+        self._keywords = keywords
+        self._reranker = reranker
+        self._candidates = candidates
 
     def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
         """Return up to `top_k` chunks, best first; a text that several documents share comes once.
 
-        earlier: the questions that were asked before in the same conversation, oldest first.
+        earlier: the questions that were asked before in the same conversation, oldest first. The reranker doesn't
+        see them.
 
-        Brings the index up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue fails.
+        Brings the indexes up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue
+        fails, ModelError if the reranker gives no numbers.
         """
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
-        vector = self._vector(question)
-        if earlier:
-            recent = [question, *reversed(earlier)]
-            mean = np.sum([_EARLIER**i * self._vector(text) for i, text in enumerate(recent[:_NUM_EARLIER])], axis=0)
-            vector = mean / np.linalg.norm(mean)
-        num_asked = top_k
-        while True:
+        asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
+        vector = self._direction(asked)
+        depth = top_k if self._keywords is None and self._reranker is None else max(top_k, self._candidates)
+        hits = self._nearest(vector, depth)
+        if self._keywords is not None:
+            hits = _fused([hits, self._with_words(self._keywords, asked, vector, depth)])[:depth]
+        if self._reranker is not None:
+            hits = self._reranked(self._reranker, question, hits)
+        return hits[:top_k]
+
+    def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
+        """The unit vector of the weighted mean of the questions'."""
+        if len(asked) == 1:
+            return self._vector(asked[0][0])
+        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
+        unit: Vector = mean / np.linalg.norm(mean)
+        return unit
+
+    def _nearest(self, vector: Vector, count: int) -> list[Hit]:
+        def search(num_asked: int) -> list[tuple[int, float]]:
             self._index.sync(self._catalog)
-            found = self._index.search(vector, num_asked)
+            return self._index.search(vector, num_asked)
+
+        return self._distinct(search, count)
+
+    def _with_words(
+        self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
+    ) -> list[Hit]:
+        def search(num_asked: int) -> list[tuple[int, float]]:
+            keywords.sync(self._catalog)
+            return keywords.search(asked, num_asked)
+
+        found = self._distinct(search, count)
+        ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
+        cosines = dict(zip(ids, (vectors @ vector).tolist(), strict=True)) if ids else {}
+        return [Hit(hit.chunk, cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
+
+    def _distinct(self, search: Callable[[int], list[tuple[int, float]]], count: int) -> list[Hit]:
+        """Up to `count` chunks of different texts, from a search that is asked for as many as it takes."""
+        num_asked = count
+        while True:
+            found = search(num_asked)
             hits = self._hits(found)
-            if len(hits) >= top_k or len(found) < num_asked:
-                return hits[:top_k]
+            if len(hits) >= count or len(found) < num_asked:
+                return hits[:count]
             num_asked *= 2  # some were of one text, or deleted since
 
     def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
@@ -70,10 +134,34 @@ class Retriever:
             hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
         return list(hits.values())
 
+    def _reranked(self, reranker: PairScorer, question: str, hits: Sequence[Hit]) -> list[Hit]:
+        if not hits:
+            return []
+        best = np.argsort(-reranker.scores(question, [hit.chunk.text for hit in hits]), kind="stable")
+        return [hits[i] for i in best]
 
-def merged(found: Sequence[Sequence[Hit]], top_k: int) -> list[Hit]:
-    """The best of several catalogues' hits, best first; a text that several of them have comes once, from the first."""
+
+def _fused(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
+    """Reciprocal rank fusion: one ranking of all hits, by text; of equals that of the first ranking comes first."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    hits: dict[str, Hit] = {}
+    for ranking in rankings:
+        for rank, hit in enumerate(ranking, 1):
+            sums[hit.chunk.chunk_hash] += 1 / (_RRF + rank)
+            hits.setdefault(hit.chunk.chunk_hash, hit)
+    return sorted(hits.values(), key=lambda hit: -sums[hit.chunk.chunk_hash])
+
+
+def merged(found: Sequence[Sequence[Hit]], top_k: int, *, by_rank: bool) -> list[Hit]:
+    """The best of several catalogues' hits, best first; a text that several of them have comes once, from the first.
+
+    by_rank: the hits' order says more than their scores.
+    """
+    if len(found) == 1:
+        return list(found[0][:top_k])
+    ranked = sorted(((rank, hit) for hits in found for rank, hit in enumerate(hits)), key=lambda item: item[0])
     hits: dict[tuple[int, ...], Hit] = {}
-    for hit in (hit for each in found for hit in each):
+    for _, hit in ranked:
         hits.setdefault(hit.chunk.token_ids, hit)
-    return sorted(hits.values(), key=lambda hit: -hit.score)[:top_k]
+    best = list(hits.values()) if by_rank else sorted(hits.values(), key=lambda hit: -hit.score)
+    return best[:top_k]

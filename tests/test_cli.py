@@ -128,6 +128,11 @@ def test_unknown_policy(home: Path) -> None:
     assert errors("eval", "ttft", "--policies", "none,cachblend:0.1") == expected
 
 
+def test_unknown_collection(home: Path) -> None:
+    expected = ["unknown dataset 'squad'; choose mtrag, xquad, or xquad in another language as xquad.de"]
+    assert errors("eval", "retrieval", "--dataset", "squad", "--data", home) == expected
+
+
 def test_budget_out_of_range(home: Path) -> None:
     (line,) = errors("ask", "who?", "--budget", "1.5")
     assert line == "answer.budget = 1.5 on the command line: Input should be less than or equal to 1"

@@ -18,7 +18,8 @@ ONLY_IN = {
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("retriever/catalog.py", "store/index.py", "store/segment_store.py"),
-    "sentence_transformers": ("retriever/embedder.py",),
+    "bm25s": ("retriever/keywords.py",),
+    "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
     "typer": ("ragkv/cli/",),
     "fastapi": ("ragkv/server/",),
 }

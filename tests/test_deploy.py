@@ -15,7 +15,7 @@ from server_harness import ScriptedPipeline, running
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.config import Config, load_config, setting_fields, variable
+from ragkv.config import MAIN, Config, load_config, setting_fields, variable
 from ragkv.server.gate import OPEN
 from ragkv.server.run import GRACE_S
 
@@ -44,9 +44,10 @@ EXPRESSIONS = sorted({expression for expression, _ in queries()} | {alert["expr"
 
 
 @pytest.fixture(scope="module")
-def exported() -> dict[str, set[str]]:
+def exported(tmp_path_factory) -> dict[str, set[str]]:
     """The labels of each series that a server shows once it has answered."""
-    with running(ScriptedPipeline()) as client:
+    folder = tmp_path_factory.mktemp("server")
+    with running({MAIN: ScriptedPipeline(folder)}, folder) as client:
         client.post("/v1/answer", json={"question": "who?"}).raise_for_status()
         families = list(text_string_to_metric_families(client.get("/metrics").text))
     series = {sample.name: set(sample.labels) for family in families for sample in family.samples}

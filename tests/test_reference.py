@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.config import Config, load_config, setting_fields, variable
+from ragkv.config import Config, TenantConfig, load_config, setting_fields, variable
 from ragkv.reference import reference
 
 ROOT = Path(__file__).parent.parent
@@ -41,9 +41,12 @@ def test_the_reference_names_every_setting_once_and_describes_it() -> None:
     assert header == ["setting", "type", "default", "environment", "meaning"]
     sections = {path[0] for path, _ in setting_fields() if len(path) > 1}
     wanted = [path for path, _ in setting_fields() if path != (path[0],) or path[0] not in sections]
+    of_tenants = [row for row in rows if "NAME" in row[0]]
+    rows = [row for row in rows if row not in of_tenants]
     assert [row[0] for row in rows] == [f"`{'.'.join(path)}`" for path in wanted]
     assert [row[3] for row in rows] == [f"`{variable(*path)}`" for path in wanted]
-    assert all(len(row) == 5 and row[4] not in ("", "None") for row in rows)
+    assert all(len(row) == 5 and row[4] not in ("", "None") for row in [*rows, *of_tenants])
+    assert [row[0] for row in of_tenants] == [f"`tenants.NAME.{name}`" for name in TenantConfig.model_fields]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,18 @@ def test_settings_in_force_are_toml_with_where_each_is_set(tmp_path: Path, monke
     assert f"memory_gib = 4.0 # in {file}" in lines
     assert "# max_model_len is not set" in lines
     assert HASH not in shown and tomllib.loads(shown)["server"]["keys"] == {"a [b]": f"{HASH[:8]}…"}
+
+
+def test_tenants_in_force(tmp_path: Path) -> None:
+    file = tmp_path / "ragkv.toml"
+    file.write_text(
+        f'[tenants.acme]\nreads = ["main"]\ntokens_per_minute = 9\nkeys = {{ann = "{HASH}"}}\n[tenants.b]\n'
+    )
+    shown = show("--config", file)
+    tenants = tomllib.loads(shown)["tenants"]
+    assert tenants["acme"] == {"keys": {"ann": f"{HASH[:8]}…"}, "reads": ["main"], "tokens_per_minute": 9}
+    assert tenants["b"] == {"keys": {}, "reads": []} and f'reads = ["main"] # in {file}' in shown
+    assert "| `tenants.NAME.documents_mib` | number, at least 0 | none |" in reference()
 
 
 def test_settings_in_force_can_be_loaded_as_they_are(tmp_path: Path) -> None:

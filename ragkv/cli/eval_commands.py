@@ -1,4 +1,4 @@
-"""The commands that measure: TTFT, fidelity, the report of both, the cache and the store."""
+"""The commands that measure: TTFT, fidelity, the report of both, retrieval, the cache and the store."""
 
 import asyncio
 import json
@@ -108,6 +108,41 @@ def report(
     from ragkv.evals import report as evaluation
 
     typer.echo(evaluation.write(files, out, against))
+
+
+def retrieval(
+    dataset: Annotated[str, typer.Option(help="mtrag, xquad, or xquad in another language: xquad.de.")],
+    data: Annotated[Path, typer.Option(help="Folder that holds the datasets.")],
+    depths: Annotated[str, typer.Option(help="Among how many chunks to look for the passages.")] = "3,5",
+    as_json: AsJson = False,
+    home: Home = None,
+    embedder: Embedder = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Recall by vectors and by vectors and words, and of each with the reranker if one is set. Needs no vLLM."""
+    config = load_config(config_file, home=home, index={"embedder": embedder})
+    lengths = _parse_lengths(depths, "--depths")
+    from ragkv import models
+    from ragkv.evals import retrieval as evaluation
+    from ragkv.retriever import embedder as embedding
+    from ragkv.retriever.reranker import Reranker
+
+    collection = evaluation.load(dataset, data)
+    name = config.retrieval.reranker
+    reranker = None if name is None else Reranker(models.resolve(name, config.home))
+    loaded = embedding.Embedder(models.resolve(config.index.embedder, config.home))
+    models_used = {"embedder": Path(config.index.embedder).name, "reranker": name and Path(name).name}
+    rows = []
+    with output.ExampleBar(dataset) as bar:
+        for row in evaluation.run(
+            dataset, collection, loaded, reranker, lengths, config.retrieval.candidates, bar.update
+        ):
+            rows.append({**row, **models_used})
+    for row in rows:
+        if as_json:
+            typer.echo(json.dumps(row))
+    if not as_json:
+        output.print_retrieval(rows)
 
 
 def cache(

@@ -252,6 +252,29 @@ def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
+def print_retrieval(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval retrieval --json` prints them."""
+    table = Table("questions", "by", box=None, padding=(0, 2, 0, 0))
+    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    for depth in depths:
+        table.add_column(f"recall at {depth}", justify="right", no_wrap=True)
+        table.add_column("difference", justify="right", no_wrap=True)
+    for first in rows[:: len(depths)]:
+        way = [row for row in rows if all(row[name] == first[name] for name in ("turns", "mode", "reranked"))]
+        cells = (
+            cell
+            for row in way
+            for cell in (
+                f"{row['recall']:.3f}",
+                "{:+.3f} [dim]{:+.3f} to {:+.3f}[/]".format(row["difference"], *row["difference_interval"]),
+            )
+        )
+        by = f"{first['mode']}, reranked" if first["reranked"] else first["mode"]
+        table.add_row(f"{first['turns']}, {first['tasks']:,}", by, *cells)
+    out.width = max(out.width, 115)
+    out.print(table)
+
+
 def print_cache(rows: Sequence[dict[str, Any]]) -> None:
     """Rows as `ragkv eval cache --json` prints them."""
     table = Table(title="Hits, % of the cost to recompute (% of chunks)", title_justify="left", box=None)

@@ -1,13 +1,16 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.index import VectorIndex
-from ragkv.retriever.retriever import Hit, Retriever
+from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.retriever import Hit, Retriever, merged
 
 Put = Callable[..., None]
 
@@ -87,3 +90,117 @@ def test_threads(retriever: Retriever, catalog: Catalog, put: Put) -> None:
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work, i) for i in range(30) for work in (change, search)]:
             future.result()
+
+
+class Digits:
+    """Embeds a text as the sum of its digits' unit vectors: words don't matter."""
+
+    def embed_question(self, question: str) -> npt.NDArray[np.float32]:
+        vector = np.eye(10, dtype=np.float32)[[int(digit) for digit in question if digit.isdigit()]].sum(axis=0)
+        return np.asarray(vector / np.linalg.norm(vector), np.float32)
+
+
+Search = Callable[..., list[Hit]]
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, catalog: Catalog, chunk) -> Search:
+    """Searches, by vectors and words, documents of one text each, where the word is found in the farthest ones."""
+    for text in ("a0 fox", "a01 cat", "a02 owl", "a03 hen", "a07 bird", "a012 zebra", "a7 zebra zebra"):
+        catalog.put_document(text, text, "digest", [chunk(text)], Digits().embed_question(text)[None])
+
+    def search(question: str, top_k: int, earlier: Sequence[str] = (), **options: int) -> list[Hit]:
+        index = VectorIndex(tmp_path / "digits")
+        return Retriever(catalog, index, Digits(), KeywordIndex(), **options).search(question, top_k, earlier)
+
+    return search
+
+
+def test_hybrid_fuses_ranks(hybrid: Search, tmp_path: Path, catalog: Catalog) -> None:
+    by_vector = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits()).search("q0 zebra", 7)
+    assert found(by_vector)[0] == "a0 fox" and found(by_vector)[5:] == ["a012 zebra", "a7 zebra zebra"]
+    # 1/67 + 1/61, 1/66 + 1/62, 1/61
+    hits = hybrid("q0 zebra", 3)
+    assert found(hits) == ["a7 zebra zebra", "a012 zebra", "a0 fox"]
+    assert [hit.score for hit in hits] == pytest.approx([0, 3**-0.5, 1], abs=1e-6)
+    assert found(hybrid("q0 gnu", 7)) == found(by_vector)  # no chunk has a word of it
+    assert len(hybrid("q0 zebra", 100)) == 7
+
+
+def test_candidates_are_what_each_search_brings(hybrid: Search) -> None:
+    hits = hybrid("q0 zebra", 2, candidates=1)  # two are asked for: the fox and another, both zebras
+    assert found(hits) == ["a0 fox", "a7 zebra zebra"]
+    assert [hit.score for hit in hits] == pytest.approx([1, 0], abs=1e-6)
+    assert found(hybrid("q0 zebra", 1, candidates=1)) == ["a0 fox"]
+    assert found(hybrid("q0 zebra", 1)) == ["a7 zebra zebra"]
+
+
+def test_vectors_of_earlier_questions_weigh_less(tmp_path: Path, catalog: Catalog, hybrid: Search) -> None:
+    by_vector = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits())
+    scores = {hit.chunk.text.strip(): hit.score for hit in by_vector.search("q0", 7, ["q2", "q7"])}
+    length = (1 + 0.09**2 + 0.3**2) ** 0.5
+    assert scores["a0 fox"] == pytest.approx(1 / length)
+    assert scores["a7 zebra zebra"] == pytest.approx(0.3 / length)
+    assert scores["a02 owl"] == pytest.approx(1.09 / length / 2**0.5)
+
+
+def test_hybrid_heeds_the_words_of_earlier_questions(hybrid: Search) -> None:
+    assert found(hybrid("q0 owl", 1)) == ["a02 owl"]
+    assert set(found(hybrid("q0 owl", 3, ["q0 zebra"]))) == {"a02 owl", "a7 zebra zebra", "a012 zebra"}
+    assert "a7 zebra zebra" not in found(hybrid("q0 owl", 3, ["q0 zebra", *["q0"] * 6]))  # too long ago
+
+
+def test_hybrid_with_shared_and_deleted_texts(hybrid: Search, catalog: Catalog, chunk, monkeypatch) -> None:
+    for i in range(10):
+        vectors = Digits().embed_question("a7 zebra zebra")[None]
+        catalog.put_document(f"copy{i}", "", "digest", [chunk("a7 zebra zebra")], vectors)
+    assert found(hybrid("q0 zebra", 2, candidates=2)) == ["a0 fox", "a7 zebra zebra"]  # the copies count once
+    assert found(hybrid("q0 zebra", 3)) == ["a7 zebra zebra", "a012 zebra", "a0 fox"]
+    search = KeywordIndex.search
+
+    def search_then_delete(self: KeywordIndex, *arguments) -> list[tuple[int, float]]:
+        result = search(self, *arguments)
+        catalog.delete_document("a012 zebra")
+        return result
+
+    monkeypatch.setattr(KeywordIndex, "search", search_then_delete)
+    assert found(hybrid("q0 zebra", 2)) == ["a7 zebra zebra", "a0 fox"]
+
+
+def test_chunk_deleted_between_search_and_its_vector(
+    tmp_path: Path, catalog: Catalog, hybrid: Search, monkeypatch
+) -> None:
+    retriever = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits(), KeywordIndex(), candidates=1)
+    retriever.search("q2", 1)  # the index has its vectors from now on
+    vectors = Catalog.vectors
+
+    def delete_then_read(self: Catalog, ids: Iterable[int]) -> tuple[list[int], npt.NDArray[np.float32]]:
+        catalog.delete_document("a7 zebra zebra")
+        return vectors(self, ids)
+
+    monkeypatch.setattr(Catalog, "vectors", delete_then_read)
+    assert found(retriever.search("q2 zebra", 1)) == ["a02 owl"]
+    assert "a7 zebra zebra" not in {document.id for document in catalog.documents()}
+
+
+def hit_of(score, text, scope=""):
+    return Hit(
+        Chunk(
+            1,
+            "d",
+            0,
+            text,
+            tuple(text.encode()),
+            text + scope,
+        ),
+        score,
+        scope,
+    )
+
+
+def test_hits_of_several_catalogues() -> None:
+    own, shared = [hit_of(0.9, "a"), hit_of(0.2, "b")], [hit_of(0.5, "c", "x"), hit_of(0.3, "b", "x")]
+    by_score = merged([own, shared], 3, by_rank=False)
+    assert [(hit.chunk.text, hit.scope) for hit in by_score] == [("a", ""), ("c", "x"), ("b", "")]
+    assert [hit.chunk.text for hit in merged([shared, own], 2, by_rank=True)] == ["c", "a"]
+    assert merged([own], 1, by_rank=False) == own[:1] and merged([[], []], 3, by_rank=True) == []

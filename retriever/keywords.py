@@ -1,0 +1,124 @@
+"""Words to the chunks that have them, by BM25 in memory. Knows nothing about vectors; the catalogue is the truth it
+copies, and nothing of it is on disk: what the catalogue has deleted is nowhere else.
+"""
+
+import logging
+import sys
+import threading
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import bm25s
+import numpy as np
+import regex
+
+from ragkv.retriever.catalog import Catalog
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
+
+BATCH = 4096  # texts read from the catalogue at a time
+
+# Scripts that put no blanks between words: their runs become pairs of characters, as in Lucene's CJK analyser.
+_UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_WORD = regex.compile(r"\w+")  # with the marks that many scripts write vowels by, which `re` leaves out
+_RUN = regex.compile(rf"(?V1)(?P<unspaced>[\w&&[{_UNSPACED}]]+)|[\w--[{_UNSPACED}]]+")
+
+
+def words(text: str) -> list[str]:
+    """Return the text's words in any language, folded so that case, width and composed accents don't matter."""
+    found: list[str] = []
+    for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
+        if word.isascii():  # six times as fast as looking for runs in all of them
+            found.append(word)
+        else:
+            found.extend(_parts(word))
+    return found
+
+
+def _parts(word: str) -> Iterator[str]:
+    for run in _RUN.finditer(word):
+        if run["unspaced"] and len(run[0]) > 2:
+            yield from (a + b for a, b in pairwise(run[0]))
+        else:
+            yield run[0]
+
+
+@dataclass(frozen=True)
+class _Built:
+    """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) over the chunks `ids`, in this order."""
+
+    ids: list[int]
+    scores: bm25s.BM25
+
+
+class KeywordIndex:
+    """BM25 over the catalogue's chunks. Usable from many threads.
+
+    A change of the catalogue costs the words of what is new, and scores made anew over all chunks: bm25s can't add to
+    them (docs/decisions/0014 has the times).
+    """
+
+    def __init__(self) -> None:
+        self._syncing = threading.Lock()
+        self._identity, self._revision = "", -1
+        self._words: dict[int, list[str]] = {}  # by chunk id; equal words are one object
+        self._built: _Built | None = None  # replaced as a whole, so that searches need no lock
+
+    def __len__(self) -> int:
+        """The number of chunks that can be found: those that have words."""
+        built = self._built
+        return len(built.ids) if built else 0
+
+    def sync(self, catalog: Catalog) -> bool:
+        """Bring the index to exactly the catalogue's chunks; False if it was there already (cheap: one small query).
+
+        While another thread does so, this one doesn't wait, but for the first time: it gets False, and searches what
+        there was. Where it stops halfway, the next call goes on. Raises StoreError if the catalogue fails.
+        """
+        if not self._syncing.acquire(blocking=self._built is None):
+            return False
+        try:
+            revision = catalog.data_version
+            if (self._identity, self._revision) == (catalog.identity, revision):
+                return False
+            if self._identity != catalog.identity or self._revision > revision:
+                # another catalogue, or an older copy put back: the same ids may mean other chunks
+                self._words, self._identity, self._revision = {}, catalog.identity, -1
+            wanted = catalog.chunk_ids()
+            for gone in self._words.keys() - wanted:
+                del self._words[gone]
+            missing = sorted(wanted - self._words.keys())
+            for start in range(0, len(missing), BATCH):
+                texts = catalog.texts(missing[start : start + BATCH])
+                self._words |= {id: [sys.intern(word) for word in words(text)] for id, text in texts.items()}
+            self._built = _build(self._words)
+            self._revision = revision
+            return True
+        finally:
+            self._syncing.release()
+
+    def search(self, questions: Sequence[tuple[str, float]], top_k: int) -> list[tuple[int, float]]:
+        """Return up to `top_k` pairs (chunk id, score), best first, of the chunks that share a word with a question.
+
+        questions: with weights; a chunk's score is the weighted sum of its BM25 scores.
+        """
+        built = self._built
+        if built is None or not built.ids:
+            return []
+        total = np.zeros(len(built.ids), np.float32)
+        for question, weight in questions:
+            known = built.scores.get_tokens_ids(list(dict.fromkeys(words(question))))
+            if known:
+                total += weight * built.scores.get_scores_from_ids(known)
+        best = np.argsort(-total, kind="stable")[:top_k]
+        return [(built.ids[i], float(total[i])) for i in best if total[i] > 0]
+
+
+def _build(words_of: dict[int, list[str]]) -> _Built:
+    having = {id: words_of[id] for id in sorted(words_of) if words_of[id]}
+    scores = bm25s.BM25()
+    if having:  # bm25s can't take the mean length of nothing
+        scores.index(list(having.values()), create_empty_token=False, show_progress=False)
+    return _Built(list(having), scores)
