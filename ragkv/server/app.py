@@ -11,6 +11,7 @@ from ragkv.server.answers import answers
 from ragkv.server.chat import chat
 from ragkv.server.gate import Gate
 from ragkv.server.metrics import Observed
+from ragkv.server.page import page
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, Pipeline, check_ready
 
 
@@ -34,6 +35,7 @@ def create_app(pipeline: Pipeline) -> FastAPI:
     app.add_middleware(Gate, keys=pipeline.config.server.keys)
     app.include_router(answers(pipeline))
     app.include_router(chat(pipeline))
+    app.include_router(page())
 
     @app.get("/healthz")
     async def healthz() -> HealthResponse:

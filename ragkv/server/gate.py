@@ -18,11 +18,13 @@ from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
 OPEN = {
+    "/",
     "/healthz",
     "/readyz",
     "/docs",
     "/openapi.json",
 }  # for probes that have no key; tells nothing of what is indexed
+OPEN_BELOW = "/page/"
 _PREFIX = "ragkv-"
 
 
@@ -52,7 +54,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in OPEN and self._holder(headers.get("authorization", "")) is None:
+        is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_BELOW)
+        if self._keys and not is_open and self._holder(headers.get("authorization", "")) is None:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > self._max_body_bytes:
