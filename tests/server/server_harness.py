@@ -63,9 +63,9 @@ class ScriptedPipeline:
 
 
 @contextmanager
-def running(pipeline: ScriptedPipeline) -> Iterator[httpx.Client]:
+def running(pipeline: ScriptedPipeline, create_app=server.create_app) -> Iterator[httpx.Client]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = uvicorn.Config(server.create_app(pipeline), lifespan="off", log_level="critical")
+        settings = uvicorn.Config(create_app(pipeline), lifespan="off", log_level="critical")
         http = uvicorn.Server(settings)
         thread = threading.Thread(target=http.run, args=([listener],))
         thread.start()
