@@ -116,6 +116,17 @@ def test_options_are_sent_only_where_they_are_chosen(pipeline, api, page) -> Non
     assert api.asked[0].keys() == {"question", "stream", "explain"}
 
 
+def test_an_option_that_cannot_be_used_is_brought_to_light(pipeline, page) -> None:
+    options = page.all("#ask-form summary")[0]
+    options.click()
+    page["budget"].send_keys("101")
+    options.click()
+    assert not page["budget"].is_displayed()
+    page.ask()
+    page.until(lambda: page["budget"].is_displayed() and page.chrome.switch_to.active_element == page["budget"])
+    assert not pipeline.asked
+
+
 def test_names_and_texts_of_strangers_stay_text(pipeline, api, page) -> None:
     source = replace(SOURCE, document_id=HOSTILE, title=HOSTILE, text=HOSTILE)
     pipeline.script = [Retrieved([source]), Delta(HOSTILE), replace(ANSWER, fallback=HOSTILE)]
@@ -221,9 +232,9 @@ def test_stop_cancels_the_request_at_the_server(pipeline, page) -> None:
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
-        ([ContextTooLongError("the question has 9000 tokens", 9000, 8192)], 413, "The question has 9000 tokens"),
-        ([*SCRIPT[:2], StoreError("no space is left")], 200, "No space is left"),
-        ([*SCRIPT[:2], KeyError("secret")], 200, "Something went wrong; see the server's log"),
+        ([ContextTooLongError("the question has 9000 tokens", 9000, 8192)], 413, "the question has 9000 tokens"),
+        ([*SCRIPT[:2], StoreError("no space is left")], 200, "no space is left"),
+        ([*SCRIPT[:2], KeyError("secret")], 200, "something went wrong; see the server's log"),
     ],
 )
 def test_errors_are_shown_where_they_happen(pipeline, page, script, status, message) -> None:
@@ -276,7 +287,7 @@ def test_uploads_go_each_its_own_way_into_the_list(api, page, tmp_path) -> None:
     page.until(lambda: "Prefilling 3 of 4" in page["uploads"].text)
     page.until(lambda: page.texts("#documents .name") == sorted(files))
     page.until(lambda: page["uploads"].text.count("Indexed, 1 chunk prefilled") == 4)
-    assert page.texts("#uploads .problem") == ["Bad.bin can't be read: it is binary"]
+    assert page.texts("#uploads .problem") == ["bad.bin can't be read: it is binary"]
     assert api.most_at_once == 2
     page["clear-uploads"].click()
     assert not page.all("#uploads li")
@@ -327,7 +338,7 @@ def test_deleting_asks_first(api, page) -> None:
     api.refusals.append((409, "the home is being changed by another process"))
     button.click()
     page.all("#deletion .danger")[0].click()
-    page.until(lambda: "The home is being changed by another process" in page["documents"].text)
+    page.until(lambda: "the home is being changed by another process" in page["documents"].text)
     assert len(api.documents) == 2
     button.click()
     page.all("#deletion .danger")[0].click()

@@ -13,6 +13,7 @@ export function startAsking() {
     event.preventDefault();
     ask(choices());
   });
+  form.addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
   byId("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -114,8 +114,8 @@ async function remove(told, item) {
   const { name, num_chunks, num_tokens } = told;
   byId("deletion-name").textContent = name;
   byId("deletion-what").textContent =
-    `Its ${counted(num_chunks, "chunk")} (${counted(num_tokens, "token")}) leave the index, and their stored KV is ` +
-    "deleted, but for chunks that other documents have too. The file it came from stays where it is.";
+    `This takes ${counted(num_chunks, "chunk")} (${counted(num_tokens, "token")}) out of the index and deletes their ` +
+    "stored KV, but for chunks that other documents have too.";
   if (!(await confirmed())) return;
   item.querySelector(":scope > .problem")?.remove();
   try {

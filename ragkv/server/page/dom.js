@@ -21,13 +21,11 @@ export function row(heading, ...cells) {
 
 export const swatch = (dataset) => element("i", { className: "swatch", dataset, ariaHidden: "true" });
 
-// Shows an error's message in its place, or takes it away.
+// Shows an error in its place, in the server's words, or takes it away.
 export function showProblem(place, error) {
-  place.textContent = error ? sentence(error.message) : "";
+  place.textContent = error ? error.message : "";
   place.hidden = !error;
 }
-
-const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 export const count = (number) => number.toLocaleString("en");
 

@@ -102,10 +102,10 @@ async function follow(job, shown) {
   else finish(shown, job.report);
 }
 
-function stageOf({ status, stage, item: current, done, total, error }) {
+function stageOf({ status, names, stage, item: current, done, total, error }) {
   if (status === "waiting") return error ? `Waiting: ${error}` : "Waiting its turn";
   const what = stage === "prefill" ? "Prefilling" : "Reading";
-  return total ? `${what} ${done} of ${total}${current ? `: ${current}` : ""}` : what;
+  return total ? `${what} ${done} of ${total}${current && !names.includes(current) ? `: ${current}` : ""}` : what;
 }
 
 function finish(shown, report) {
