@@ -70,8 +70,10 @@ def running(pipeline: ScriptedPipeline, create_app=server.create_app) -> Iterato
         thread = threading.Thread(target=http.run, args=([listener],))
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        # uvicorn closes a connection behind an unexpected error, so none is used twice
-        with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-            yield client
-        http.should_exit = True
-        thread.join(10)
+        try:
+            # uvicorn closes a connection behind an unexpected error, so none is used twice
+            with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+                yield client
+        finally:
+            http.should_exit = True
+            thread.join(10)
