@@ -11,6 +11,7 @@ from ragkv.server.answers import answers
 from ragkv.server.chat import chat
 from ragkv.server.documents import documents
 from ragkv.server.gate import Gate
+from ragkv.server.page import page
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, check_ready
 
@@ -36,6 +37,7 @@ def create_app(tenants: Tenants) -> FastAPI:
     app.include_router(answers(tenants))
     app.include_router(chat(tenants))
     app.include_router(documents(tenants))
+    app.include_router(page())
 
     @app.get("/healthz")
     async def healthz() -> HealthResponse:

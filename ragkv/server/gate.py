@@ -20,12 +20,16 @@ from ragkv.server.wire import error_body
 MAX_BODY_BYTES = 8 << 20
 UPLOADS = "/v1/documents"
 OPEN = {
+    "/",
     "/healthz",
     "/readyz",
     "/docs",
     "/openapi.json",
 }  # for probes that have no key; tells nothing of what is indexed
+OPEN_BELOW = "/page/"
 _PREFIX = "ragkv-"
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_OWN = ("same-origin", "none")  # of Sec-Fetch-Site
 
 
 def new_key() -> tuple[str, str]:
@@ -43,6 +47,18 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
+def _is_local(host: str) -> bool:
+    """Whether it is localhost or an address, with or without a port."""
+    name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in ("", "localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Gate:
     """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
     max_upload_bytes: of a body that holds documents."""
@@ -58,7 +74,10 @@ class Gate:
         max_bytes = self._max_upload_bytes if scope["path"] == UPLOADS else MAX_BODY_BYTES
         tenant = self._tenant(headers.get("authorization", "")) if self._holders else MAIN
         scope["tenant"] = tenant
-        if tenant is None and scope["path"] not in OPEN:
+        is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_BELOW)
+        if (stranger := self._stranger(scope["method"], headers)) is not None:
+            response = JSONResponse(error_body("Forbidden", stranger), 403)
+        elif tenant is None and not is_open:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
@@ -67,6 +86,20 @@ class Gate:
             await self._app(scope, _measured(receive, max_bytes), send)
             return
         await response(scope, receive, send)
+
+    def _stranger(self, method: str, headers: Headers) -> str | None:
+        """Why a request comes from somebody else's page in a browser that may reach this server, None if it doesn't."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._holders and not _is_local(host):  # a name that was made to mean this machine
+            return (
+                f"without keys only localhost and addresses are answered to, not {host!r}; set server.keys, or let the "
+                "proxy send 'Host: localhost'"
+            )
+        site = headers.get("sec-fetch-site")  # browsers leave it out where the connection isn't secure
+        is_ours = origin is None or origin.partition("://")[2] == host if site is None else site in _OWN
+        if method not in _SAFE and not is_ours:
+            return "pages of other sites may not change anything here; call the API from a server or from this page"
+        return None
 
     def _tenant(self, authorization: str) -> str | None:
         """Whose the key is. All hashes are compared, each in constant time, so that time tells nothing of them."""

@@ -154,7 +154,7 @@ def test_tokens_are_drawn_as_asked(runner, pipeline):
 def test_openais_client_gets_the_same_answer(runner, pipeline):
     async def ask():
         transport = httpx.ASGITransport(create_app(Tenants(config, {MAIN: pipeline}, {MAIN: config.home / "uploads"})))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
             body = {"messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 12}
             chosen = {"policy": "query", "budget": 0.15, "top_k": 6}
             done = (await client.post("/v1/chat/completions", json={**body, "ragkv": chosen})).json()
@@ -299,7 +299,7 @@ def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline,
 
     async def post_all():
         transport = httpx.ASGITransport(create_app(Tenants(config, {MAIN: pipeline}, {MAIN: config.home / "uploads"})))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
             alone = [(await client.post("/v1/answer", json=body)).json() for body in bodies]
             at_once = await asyncio.gather(*(client.post("/v1/answer", json=body) for body in bodies))
             refused = await client.post("/v1/answer", json={"question": "why " * 5000})

@@ -41,7 +41,7 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
         served.start()
         keeper = asyncio.create_task(_keep_running(pipeline))
         transport = httpx.ASGITransport(create_app(served))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
 
             async def upload(name):
                 response = await client.post("/v1/documents", files={"files": (name, text.encode())})

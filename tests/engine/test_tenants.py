@@ -50,7 +50,10 @@ def clients(runner, home):
         transport = httpx.ASGITransport(create_app(served))
         clients = {
             name: httpx.AsyncClient(
-                transport=transport, base_url="http://x", timeout=300, headers={"Authorization": f"Bearer {key}"}
+                transport=transport,
+                base_url="http://localhost",
+                timeout=300,
+                headers={"Authorization": f"Bearer {key}"},
             )
             for name, key in KEYS.items()
         }

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 import uvicorn
 
 from ragkv import server
-from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Source, Timings, Usage
+from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Run, Source, Strip, Timings, Usage
 from ragkv.canary import Canary
 from ragkv.config import MAIN, Config
 from ragkv.controller import Plan
@@ -37,6 +38,9 @@ ANSWER = Answer(
     plan=Plan("fuse", (0, 1), predicted_ms=21.0, prefill_ms=90.0),
     finish_reason="stop",
     fallback="the model's layers all slide",
+)
+STRIP = Strip(
+    [f" t{i}" for i in range(30)], [Run(0, 5, "prefix", None), Run(5, 25, "disk", 0), Run(25, 30, "computed", None)]
 )
 SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
 
@@ -113,6 +117,7 @@ class ScriptedPipeline(Library):
         self.is_ready = True
         self.counters = {"corrupt_chunks": 1, "recaptured_chunks": 0, "failed_recaptures": 0}
         self.script = script
+        self.strip = STRIP
         self.asked: list[tuple[str, AnswerOptions]] = []
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
@@ -127,6 +132,8 @@ class ScriptedPipeline(Library):
                 if isinstance(step, asyncio.Event):
                     self.waiting.set()
                     await step.wait()
+                elif isinstance(step, Answer) and options.explain:
+                    yield replace(step, strip=self.strip)
                 else:
                     yield step
         except (asyncio.CancelledError, GeneratorExit):
@@ -138,14 +145,17 @@ class ScriptedPipeline(Library):
 
 
 @contextmanager
-def running(pipelines: dict[str, ScriptedPipeline], folder: Path, config: Config = CONFIG) -> Iterator[httpx.Client]:
+def running(
+    pipelines: dict[str, ScriptedPipeline], folder: Path, config: Config = CONFIG, wrap=lambda app: app
+) -> Iterator[httpx.Client]:
+    """wrap: what is served instead of the app."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         https: list[uvicorn.Server] = []
         there = threading.Event()
 
         async def serve() -> None:
             tenants = Tenants(config, pipelines, {name: folder / f"uploads-{name}" for name in pipelines})
-            settings = uvicorn.Config(server.create_app(tenants), lifespan="off", log_level="critical")
+            settings = uvicorn.Config(wrap(server.create_app(tenants)), lifespan="off", log_level="critical")
             https.append(uvicorn.Server(settings))
             tenants.start()
             there.set()
@@ -156,8 +166,10 @@ def running(pipelines: dict[str, ScriptedPipeline], folder: Path, config: Config
         thread.start()
         there.wait(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        # uvicorn closes a connection behind an unexpected error, so none is used twice
-        with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-            yield client
-        https[0].should_exit = True
-        thread.join(10)
+        try:
+            # uvicorn closes a connection behind an unexpected error, so none is used twice
+            with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+                yield client
+        finally:
+            https[0].should_exit = True
+            thread.join(10)

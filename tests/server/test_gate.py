@@ -149,3 +149,37 @@ def test_the_command_refuses_to_listen_beyond_this_machine(tmp_path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "ragkv key NAME" in done.stderr, done.stderr
     assert time.monotonic() - begin < 100 and "starting vLLM" not in done.stderr
+
+
+OURS = "http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, 200),
+        ({"Origin": OURS}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": OURS, "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "https://rag.example", "Sec-Fetch-Site": "same-origin"}, 200),  # behind a proxy
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "evil.example:8090", "Origin": "http://evil.example:8090"}, 403),  # a name made to mean this machine
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+    ],
+)
+def test_pages_of_other_sites_can_neither_ask_nor_upload(module_pipeline, headers, expected) -> None:
+    pipeline, client = module_pipeline
+    pipeline.play()
+    headers = {name: value.format(port=client.base_url.port) for name, value in headers.items()}
+    assert client.post("/v1/answer", json=QUESTION, headers=headers).status_code == expected
+    upload = client.post("/v1/documents", files={"files": ("a.txt", b"text")}, headers=headers)
+    assert upload.status_code == (202 if expected == 200 else 403)
+    assert len(pipeline.asked) == (expected == 200)
+
+
+def test_with_keys_a_server_may_have_any_name(guarded) -> None:
+    headers = {"Host": "rag.example", "Authorization": f"Bearer {KEYS['ann']}"}
+    assert guarded.get("/v1/models", headers=headers).status_code == 200

@@ -214,7 +214,8 @@ def test_a_client_that_leaves_cancels_the_generation(pipeline, client, num_event
     pipeline.script = [*SCRIPT[:num_events], asyncio.Event()]
     body = json.dumps({"question": "who?", "stream": stream})
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        head = f"POST /v1/answer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        kind = "Content-Type: application/json"
+        head = f"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(body)}"
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         assert pipeline.waiting.wait(5)
         assert not pipeline.cancelled.wait(0.2)

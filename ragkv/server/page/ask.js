@@ -1,0 +1,142 @@
+// A question, its answer as it comes, and what the answer tells of itself.
+
+import { ApiError, events, post } from "./api.js";
+import { byId, count, counted, element, milliseconds, showProblem } from "./dom.js";
+import { hidePrompt, showPrompt } from "./prompt.js";
+import { hideTimes, showTimes } from "./times.js";
+
+let running = null; // the AbortController of the question being answered, or measured
+
+export function startAsking() {
+  const form = byId("ask-form");
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask(choices());
+  });
+  form.addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
+  byId("question").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+}
+
+// What the form says; what it leaves open, the server's configuration decides.
+function choices() {
+  const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
+  const percent = number("budget");
+  return {
+    question: byId("question").value,
+    policy: byId("policy").value || undefined,
+    budget: percent === undefined ? undefined : percent / 100,
+    top_k: number("top-k"),
+    max_tokens: number("max-tokens"),
+  };
+}
+
+async function ask(body) {
+  running?.abort();
+  const own = (running = new AbortController());
+  begin(body.question);
+  try {
+    const done = await answered({ ...body, stream: true, explain: true }, own.signal);
+    if (running === own) showDone(done, body);
+  } catch (error) {
+    if (running !== own) return; // another question took its place
+    if (error.name !== "AbortError") showProblem(byId("answer-problem"), error);
+    byId("answer-state").textContent = error.name === "AbortError" ? "Stopped." : "";
+  } finally {
+    if (running === own) end();
+  }
+}
+
+function begin(question) {
+  hideTimes();
+  hidePrompt();
+  showProblem(byId("answer-problem"), null);
+  byId("welcome").hidden = byId("sources-card").hidden = true;
+  byId("answer-card").hidden = byId("stop").hidden = false;
+  byId("asked").textContent = question;
+  byId("answer").ariaBusy = "true"; // read out once it is whole, not by the word
+  byId("answer").textContent = byId("answer-facts").textContent = "";
+  byId("answer-state").textContent = "Looking for sources…";
+}
+
+function end() {
+  byId("answer").ariaBusy = "false";
+  byId("stop").hidden = true;
+  running = null;
+}
+
+// The `done` event of an answer; what comes before it is shown.
+async function answered(body, signal) {
+  const response = await post("/v1/answer", body, { signal });
+  let sources = [];
+  for await (const [name, data] of events(response)) {
+    if (signal.aborted) break;
+    if (name === "sources") {
+      sources = data.sources;
+      showSources(sources);
+      byId("answer-state").textContent = `Reading ${counted(sources.length, "source")}…`;
+    } else if (name === "delta") {
+      byId("answer-state").textContent = "Answering…";
+      byId("answer").append(data.text);
+    } else if (name === "error") {
+      throw new ApiError(data.error.message);
+    } else if (name === "done") {
+      return { ...data, sources };
+    }
+  }
+  signal.throwIfAborted();
+  throw new ApiError("the answer broke off before its end");
+}
+
+function showDone(done, body) {
+  const { usage, timings } = done;
+  byId("answer-state").textContent = "";
+  const cut = done.finish_reason === "length" ? ["cut off: allow a longer answer in the options"] : [];
+  const facts = [
+    `policy ${done.policy}`,
+    `first token after ${milliseconds(timings.ttft_ms)}`,
+    `${count(usage.completion_tokens)} tokens in ${milliseconds(timings.total_ms)}`,
+    ...cut,
+    ...(done.fallback ? [`not all was reused: ${done.fallback}`] : []),
+  ];
+  byId("answer-facts").replaceChildren(...facts.map((fact) => element("li", {}, fact)));
+  showTimes(done, () => measured(body));
+  showPrompt(done);
+}
+
+// The same question by full prefill, with nothing reused. Asking or stopping ends it.
+async function measured(body) {
+  const own = (running = new AbortController());
+  byId("stop").hidden = false;
+  try {
+    const full = { ...body, policy: "full", fresh: true, max_tokens: 1, budget: undefined };
+    return await (await post("/v1/answer", full, { signal: own.signal })).json();
+  } finally {
+    if (running === own) end();
+  }
+}
+
+function showSources(sources) {
+  byId("sources-card").hidden = false;
+  byId("num-sources").textContent = count(sources.length);
+  byId("sources").replaceChildren(...sources.map(sourceItem));
+}
+
+function sourceItem(source, index) {
+  const place = [
+    element("bdi", {}, source.document),
+    ` · chunk ${count(source.ordinal + 1)} · score ${source.score.toFixed(3)}`,
+  ];
+  const summary = element(
+    "summary",
+    {},
+    element("b", { className: "number", ariaLabel: `Source ${index + 1}` }, String(index + 1)),
+    element("span", { className: "title", dir: "auto" }, source.title || source.document),
+    element("span", { className: "meta" }, ...place),
+  );
+  return element("li", {}, element("details", {}, summary, element("p", { className: "text", dir: "auto" }, source.text)));
+}

@@ -1,0 +1,148 @@
+// The documents that are indexed: a list by pages, their chunks, and their end.
+
+import { get, request } from "./api.js";
+import { byId, bytes, count, counted, element, showProblem } from "./dom.js";
+
+const PAGE = 100;
+
+let loaded = []; // documents, by name
+let next = ""; // the name behind which the next page begins; null behind the last one
+let wanted = PAGE; // how many are to be shown
+let items = new Map(); // what is shown, by the document as it was told: what stays the same stays open
+let latest = 0; // counts what was asked for, so that nothing old is shown over something new
+
+export function startDocuments() {
+  byId("filter").addEventListener("input", () => {
+    wanted = PAGE;
+    fill();
+  });
+  byId("more").addEventListener("click", () => {
+    wanted += PAGE;
+    fill();
+  });
+}
+
+// From the start, as many as were shown.
+export function refreshDocuments() {
+  [loaded, next] = [[], ""];
+  return fill();
+}
+
+// Pages are loaded until enough of their documents match the filter: the server knows no filter.
+async function fill() {
+  const own = (latest += 1);
+  showProblem(byId("documents-problem"), null);
+  try {
+    while (matching().length < wanted && next !== null) {
+      const after = next && `&after=${encodeURIComponent(next)}`;
+      const page = await get(`/v1/documents?limit=${PAGE}${after}`);
+      if (own !== latest) return;
+      loaded.push(...page.documents);
+      next = page.next;
+      if (matching().length < wanted) show();
+    }
+    show();
+  } catch (error) {
+    if (own === latest) showProblem(byId("documents-problem"), error);
+  }
+}
+
+function matching() {
+  const part = byId("filter").value.trim().toLowerCase();
+  return loaded.filter(({ name, title }) => `${name}\n${title}`.toLowerCase().includes(part));
+}
+
+function show() {
+  const documents = matching().slice(0, wanted);
+  const focused = document.activeElement;
+  const isAll = next === null && matching().length === documents.length;
+  const filtered = byId("filter").value.trim() ? " found" : "";
+  byId("num-documents").textContent = `${counted(documents.length, "document")}${filtered}${isAll ? "" : ", and more"}`;
+  byId("no-documents").hidden = loaded.length > 0;
+  byId("more").hidden = isAll;
+  const entries = documents.map((told) => [JSON.stringify(told), told]);
+  items = new Map(entries.map(([key, told]) => [key, items.get(key) ?? documentItem(told)]));
+  byId("documents").replaceChildren(...items.values());
+  if (focused !== document.activeElement) focused.focus({ preventScroll: true });
+}
+
+function documentItem(told) {
+  const { name, title, num_chunks, num_tokens } = told;
+  const facts = `${counted(num_chunks, "chunk")} · ${counted(num_tokens, "token")}`;
+  const about = title && title !== name ? [element("span", { className: "meta", dir: "auto" }, title)] : [];
+  const summary = element(
+    "summary",
+    {},
+    element("bdi", { className: "name" }, name),
+    ...about,
+    element("span", { className: "meta" }, facts),
+  );
+  const chunks = element("div", { className: "chunks" });
+  const details = element("details", {}, summary, chunks);
+  details.addEventListener("toggle", () => details.open && !chunks.querySelector("details") && addChunks(told, chunks));
+  const button = element("button", { type: "button", className: "plain", ariaLabel: `Delete ${name}` }, "Delete");
+  const item = element("li", {}, details, button);
+  button.addEventListener("click", () => remove(told, item));
+  return item;
+}
+
+// To those that are shown: the server gives as many at a time as it likes.
+async function addChunks({ name, num_chunks }, place) {
+  place.querySelector(":scope > .problem")?.remove();
+  const more = place.querySelector(":scope > button");
+  const shown = place.querySelectorAll(":scope > details").length;
+  try {
+    const { chunks } = await get(`${pathOf(name)}?offset=${shown}`);
+    more?.remove();
+    place.append(...chunks.map(chunkItem));
+    if (!chunks.length || shown + chunks.length >= num_chunks) return;
+    const button = element("button", { type: "button", className: "plain" }, "Show more chunks");
+    button.addEventListener("click", () => addChunks({ name, num_chunks }, place));
+    place.append(button);
+  } catch (error) {
+    place.append(problem(error));
+  }
+}
+
+function chunkItem({ ordinal, num_tokens, text, stored }) {
+  const kv = stored ? "KV stored" : "KV not stored";
+  const summary = element("summary", {}, `Chunk ${count(ordinal + 1)} · ${counted(num_tokens, "token")} · ${kv}`);
+  return element("details", {}, summary, element("p", { className: "text", dir: "auto" }, text));
+}
+
+async function remove(told, item) {
+  const { name, num_chunks, num_tokens } = told;
+  byId("deletion-name").textContent = name;
+  byId("deletion-what").textContent =
+    `This takes ${counted(num_chunks, "chunk")} (${counted(num_tokens, "token")}) out of the index and deletes their ` +
+    "stored KV, but for chunks that other documents have too.";
+  if (!(await confirmed())) return;
+  item.querySelector(":scope > .problem")?.remove();
+  try {
+    const gone = await (await request(pathOf(name), { method: "DELETE" })).json();
+    const kept = gone.num_shared ? `, ${count(gone.num_shared)} of them kept for other documents` : "";
+    const size = `${bytes(gone.size_bytes)} of KV freed`;
+    byId("documents-state").textContent = `Deleted ${name}: ${counted(gone.num_chunks, "chunk")}${kept}, ${size}.`;
+    byId("filter").focus(); // the button that had the focus is gone
+    await refreshDocuments();
+  } catch (error) {
+    item.append(problem(error));
+  }
+}
+
+function confirmed() {
+  const dialog = byId("deletion");
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "delete"), { once: true });
+  });
+}
+
+function problem(error) {
+  const place = element("p", { className: "problem", role: "alert" });
+  showProblem(place, error);
+  return place;
+}
+
+const pathOf = (name) => `/v1/documents/${encodeURIComponent(name)}`;
