@@ -1,7 +1,6 @@
 """The HTTP interface of pipelines: requests in, answers out. Knows nothing of vLLM or retrieval."""
 
-from fastapi import FastAPI, Response, Security
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, FastAPI, Response, Security
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
@@ -29,14 +28,13 @@ class HealthResponse(StatusResponse):
 def create_app(tenants: Tenants) -> FastAPI:
     """The HTTP interface of open pipelines. Closing them stays with the caller."""
     config, main = tenants.config, tenants.main.pipeline
-    bearer = HTTPBearer(auto_error=False, description="Where the server has keys. The gate looks at it")
-    app = FastAPI(
-        title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS, dependencies=[Security(bearer)]
-    )
-    app.add_middleware(Gate, holders=config.holders(), max_upload_bytes=round(config.server.max_upload_mib * (1 << 20)))
-    app.include_router(answers(tenants))
-    app.include_router(chat(tenants))
-    app.include_router(documents(tenants))
+    holders = config.holders()
+    app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
+    app.add_middleware(Gate, holders=holders, max_upload_bytes=round(config.server.max_upload_mib * (1 << 20)))
+    bearer = HTTPBearer(auto_error=False, description="A key of the server's. The gate looks at it")
+    guarded = APIRouter(dependencies=[Security(bearer)] if holders else [], responses={401: ERRORS[401]})
+    for router in (answers(tenants), chat(tenants), documents(tenants)):
+        guarded.include_router(router)
     app.include_router(page())
 
     @app.get("/healthz")
@@ -50,9 +48,10 @@ def create_app(tenants: Tenants) -> FastAPI:
         check_ready(main)
         return StatusResponse(status="ready")
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @guarded.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
         """Counts and times, as Prometheus reads them."""
         return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    app.include_router(guarded)
     return app

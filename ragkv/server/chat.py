@@ -79,7 +79,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     messages: list[Message] = Field(
         min_length=1,

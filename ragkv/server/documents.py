@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, File, Form, HTTPException, Query, Request, Response, UploadFile
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ragkv.errors import DocumentError
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
@@ -19,6 +19,7 @@ from ragkv.uploads import Status, Upload
 
 _MAX_NAME = 500
 _ERRORS: dict[int, str] = {
+    400: "The body can't be read",
     404: "There is no such thing, or no longer",
     409: "The home is being changed by another process",
     413: "The upload is too large",
@@ -102,6 +103,8 @@ class DeletionResponse(BaseModel):
 
 
 class SearchRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     query: str = Field(min_length=1, max_length=100_000)
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to return; default: the server's")
 
@@ -120,11 +123,13 @@ class SearchResponse(BaseModel):
 def documents(tenants: Tenants) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    @router.post("/documents", status_code=202, responses=_errors(413, 429, 503))
+    @router.post("/documents", status_code=202, responses=_errors(400, 413, 429, 503))
     async def upload(
         request: Request,
         response: Response,
-        files: Annotated[list[UploadFile], File(description=f"{' '.join(SUFFIXES)}; the file name is the document's")],
+        files: Annotated[
+            list[UploadFile], File(min_length=1, description=f"{' '.join(SUFFIXES)}; the file name is the document's")
+        ],
         hint: Annotated[
             Hint | None,
             Form(description="How its KV is treated when room is needed: " + "; ".join(map(": ".join, HINTS.items()))),
@@ -210,7 +215,7 @@ def documents(tenants: Tenants) -> APIRouter:
             size_bytes=deletion.size_bytes,
         )
 
-    @router.post("/search", responses=_errors(429))
+    @router.post("/search", responses=_errors(400, 429))
     async def search(body: SearchRequest, request: Request) -> SearchResponse:
         """The chunks that a question would be answered from."""
         tenant = tenants.of(request)

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
 from ragkv.canary import Canary
@@ -101,7 +102,7 @@ class Pipeline(Protocol):
 class Choices(BaseModel):
     """How one question is to be answered. What isn't given comes from the server's configuration."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to retrieve")
     policy: str | None = Field(
@@ -119,7 +120,9 @@ class Choices(BaseModel):
 
     explain: bool = Field(False, description="Say of each prompt token where its KV came from")
     fresh: bool = Field(False, description="Keep vLLM's prefix cache out of it, to time it as if asked the first time")
-    timeout_s: float | None = Field(None, gt=0, le=86_400, description="Longest time for the whole answer, in seconds")
+    timeout_s: float | None = Field(
+        None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
+    )
 
     def options(
         self, defaults: AnswerConfig, max_tokens: int | None, sampling: Sampling | None = None
@@ -173,6 +176,7 @@ class ErrorResponse(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in {
+        400: "The body can't be read",
         401: "A key is missing or unknown",
         413: "The question doesn't fit into the model's context",
         422: "Something in the request can't be used",
@@ -181,7 +185,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The answer took longer than timeout_s",
     }.items()
 }
-STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+_EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {**_EVENT, "required": ["data"]}}}}
 
 
 def check_ready(pipeline: Pipeline) -> None:
@@ -265,8 +270,11 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    kind = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    return JSONResponse(error_body(kind, error.detail), error.status_code, error.headers)
+    kind, headers = HTTPStatus(error.status_code).phrase.replace(" ", ""), dict(error.headers or {})
+    if error.status_code == 405:  # Starlette names those of one of the path's routes
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    return JSONResponse(error_body(kind, error.detail), error.status_code, headers)
 
 
 async def _on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:

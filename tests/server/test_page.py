@@ -295,6 +295,23 @@ def test_uploads_go_each_its_own_way_into_the_list(api, page, tmp_path) -> None:
     assert page.texts("#documents details details summary") == ["Chunk 1 · 3 tokens · KV stored"]
 
 
+def test_documents_of_a_real_catalogue(chrome, pipeline, tmp_path) -> None:
+    """The same against the endpoints as they are."""
+    with running({MAIN: pipeline}, tmp_path) as client:
+        page = Page(chrome, str(client.base_url)).open()
+        page.expected = {422}
+        upload(page, tmp_path, {"tea.md": b"# Tea\n\nDrink it.", "bad.txt": b"\xff"})
+        page.until(lambda: page.texts("#documents .name") == ["tea.md"])
+        page.until(lambda: "it isn't UTF-8" in page.texts("#uploads .problem")[0])
+        page.all("#documents summary")[0].click()
+        page.until(lambda: page.texts("#documents .text") == ["# Tea", "Drink it."])
+        page.all("#documents button")[0].click()
+        page.all("#deletion .danger")[0].click()
+        page.until(lambda: page["no-documents"].is_displayed())
+        assert client.get("/v1/documents").json()["documents"] == []
+        page.leave()
+
+
 def test_files_can_be_dropped(api, page) -> None:
     page.run("""
         const dropped = new DataTransfer();

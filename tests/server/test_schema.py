@@ -1,0 +1,30 @@
+"""Whatever its own description allows, and what it doesn't: schemathesis asks, over a real socket."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_harness import CONFIG, ScriptedPipeline, running
+
+from ragkv.config import MAIN, ServerConfig
+from ragkv.server.gate import hash_of
+
+KEY = "ragkv-of-the-schema"
+# What a schema can't say: which conversations end in a question, which names and texts a document may have.
+EXCLUDED = "positive_data_acceptance"
+
+
+def test_no_request_finds_an_answer_that_is_not_described(tmp_path) -> None:
+    """No 500, no status, header or body beside the schema; what the schema refuses is refused, and who has no key."""
+    config = CONFIG.model_copy(update={"server": ServerConfig(keys={"ann": hash_of(KEY)})})
+    with running({MAIN: ScriptedPipeline(tmp_path)}, tmp_path, config) as client:
+        url = str(client.base_url).rstrip("/")
+        command = [f"{Path(sys.executable).parent}/schemathesis", "run", f"{url}/openapi.json"]
+        options = [f"--header=Authorization: Bearer {KEY}", "--max-examples=25", "--seed=7", "--workers=2"]
+        excluded = [f"--exclude-checks={EXCLUDED}", "--suppress-health-check=all", "--no-color"]
+        done = subprocess.run(
+            [*command, *options, *excluded], capture_output=True, text=True, timeout=500, cwd=tmp_path
+        )
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr)
