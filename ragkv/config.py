@@ -169,6 +169,7 @@ class ServerConfig(Section):
         description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). None: nobody needs one",
     )
     max_requests: int = Field(256, ge=1, description="Questions worked on at a time; who asks more is told to wait")
+    log: Literal["text", "json"] = Field("text", description="How requests and events are logged, on stderr")
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
 
 

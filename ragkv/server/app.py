@@ -11,6 +11,7 @@ from ragkv.server.chat import chat
 from ragkv.server.documents import documents
 from ragkv.server.gate import Gate
 from ragkv.server.page import page
+from ragkv.server.telemetry import Telemetry
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, check_ready
 
@@ -31,6 +32,7 @@ def create_app(tenants: Tenants) -> FastAPI:
     holders = config.holders()
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
     app.add_middleware(Gate, holders=holders, max_upload_bytes=round(config.server.max_upload_mib * (1 << 20)))
+    app.add_middleware(Telemetry)
     bearer = HTTPBearer(auto_error=False, description="A key of the server's. The gate looks at it")
     guarded = APIRouter(dependencies=[Security(bearer)] if holders else [], responses={401: ERRORS[401]})
     for router in (answers(tenants), chat(tenants), documents(tenants)):

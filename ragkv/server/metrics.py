@@ -14,6 +14,7 @@ from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
 from ragkv.canary import Drift
 from ragkv.errors import DeadlineError
 from ragkv.server.limits import Limits
+from ragkv.server.telemetry import trace_answer
 from ragkv.server.wire import STATUSES, Pipeline
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
@@ -110,7 +111,7 @@ class Observed:
             metrics.requests.labels(outcome, tenant).inc()
 
     async def _timed(self, events: AsyncGenerator[AnswerEvent, None]) -> AsyncGenerator[AnswerEvent, None]:
-        metrics, begin = self._metrics, time.perf_counter()
+        metrics, begin, begin_ns = self._metrics, time.perf_counter(), time.time_ns()
         last: float | None = None
         async with aclosing(events):
             async for event in events:
@@ -121,6 +122,7 @@ class Observed:
                     last = now
                 elif isinstance(event, Answer):
                     metrics.answered(event)
+                    trace_answer(event, begin_ns, self.pipeline.tenant)
                     metrics.total.observe(time.perf_counter() - begin)
                     self._limits.spent(event.usage.prompt_tokens + event.usage.completion_tokens)
                 yield event

@@ -14,6 +14,7 @@ from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
+from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import Pipeline
 
@@ -29,6 +30,8 @@ def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager
     Raises ConfigError, before anything is loaded, where the address or a key can't be used.
     """
     has_keys = bool(config.holders())
+    log_as(config.server.log)
+    export_traces()
     with _bind(config.server, has_keys=has_keys) as listener:
         # Also while the model loads: leave through every `finally`, so that no engine process is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -60,7 +63,9 @@ def _bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
 
 async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
     async with open_tenants() as tenants:
-        settings = uvicorn.Config(create_app(tenants), lifespan="off", timeout_graceful_shutdown=GRACE_S)
+        settings = uvicorn.Config(
+            create_app(tenants), lifespan="off", timeout_graceful_shutdown=GRACE_S, log_config=None, access_log=False
+        )
         host, port = listener.getsockname()[:2]
         logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         tenants.start()

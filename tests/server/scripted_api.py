@@ -101,6 +101,11 @@ def refusal(status: int, message: str, headers: dict | None = None) -> JSONRespo
     return JSONResponse(error_body("Refused", message), status, headers)
 
 
+def holders_of(app):
+    (gate,) = [each for each in app.user_middleware if each.cls is Gate]
+    return gate.kwargs["holders"]
+
+
 def app_with(api: ScriptedApi):
     """What `running` serves: the app, with the scripted endpoints in front of its own."""
     scripted = FastAPI()
@@ -110,7 +115,7 @@ def app_with(api: ScriptedApi):
         async def served(scope, receive, send) -> None:
             path = scope.get("path", "")
             if path.startswith(("/v1/documents", "/v1/jobs")):
-                await Gate(scripted, app.user_middleware[0].kwargs["holders"], 1 << 20)(scope, receive, send)
+                await Gate(scripted, holders_of(app), 1 << 20)(scope, receive, send)
             else:
                 await app(scope, receive, send)
 
