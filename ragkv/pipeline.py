@@ -137,6 +137,12 @@ class Pipeline:
         recaptured = (self._recapture.num_captured, self._recapture.num_failed)
         return counters | dict(zip(RECAPTURES, recaptured, strict=True))
 
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What lies in the store, of all tenants."""
+        in_memory = len(self._at.engine.in_memory) if self._at.engine else 0
+        return {**self._at.store.gauges(), "memory_chunks": in_memory}
+
     async def ingest(
         self,
         paths: Sequence[Path],

@@ -168,6 +168,12 @@ class Index:
         keys = (key for (key,) in self._read(f"{statement} order by key"))
         return [key for key in keys if isinstance(key, bytes) and len(key) == _KEY_BYTES]
 
+    def counts(self) -> tuple[int, int]:
+        """How many captures are here, and how many had to make room and aren't back."""
+        evicted = "select count(*) from usage where key not in (select key from chunk)"
+        ((here,),), ((gone,),) = self._read("select count(*) from chunk"), self._read(evicted)
+        return here, gone
+
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
 

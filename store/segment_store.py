@@ -362,6 +362,12 @@ class SegmentStore:
                     counts[codec_name(self._files.read(*place.layer(0)) or b"")] += len(place.lengths)
         return dict(counts)
 
+    def gauges(self) -> dict[str, int]:
+        """What is quickly counted: captures here and evicted, bytes of the files."""
+        with self._store_errors("read"):
+            here, evicted = self._index.counts()
+        return {"captures": here, "evicted_captures": evicted, "disk_bytes": self._files.size_on_disk()}
+
     def stats(self) -> StoreStats:
         with self._store_errors("read"):
             lengths = [place.lengths for _, place in self._index.places()]

@@ -22,6 +22,7 @@ from ragkv.server.run import GRACE_S
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = ("cpu.Dockerfile", "cuda.Dockerfile")
+CODE = ("server/metrics.py", "engine/engine.py", "pipeline.py")  # where labels get their values
 OF_PROMETHEUS = {"instance", "job"}  # what it adds to every series
 EXAMPLES = {"store": {"disk_gib"}, "model": {"max_model_len"}, "server": {"keys"}}  # settings without a default
 
@@ -90,7 +91,7 @@ def test_series_and_labels_of_an_expression_exist(expression: str, exported: dic
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_values_of_labels_are_those_that_the_code_gives(expression: str) -> None:
-    code = "".join((ROOT / "ragkv" / name).read_text() for name in ("server/metrics.py", "engine/engine.py"))
+    code = "".join((ROOT / "ragkv" / name).read_text() for name in CODE)
     for selector in selectors(expression):
         for matcher in selector.matchers.matchers:
             if matcher.name not in OF_PROMETHEUS:

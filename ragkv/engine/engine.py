@@ -76,6 +76,8 @@ class Engine:
         Raises ModelError."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         from vllm import AsyncEngineArgs
         from vllm.config import KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM

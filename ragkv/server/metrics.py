@@ -1,21 +1,24 @@
 """What Prometheus reads at `/metrics`: each answer is observed once, on its way out, whichever endpoint asked."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
 from ragkv.canary import Drift
-from ragkv.errors import DeadlineError
+from ragkv.errors import DeadlineError, StoreError
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer
 from ragkv.server.wire import STATUSES, Pipeline
+
+logger = logging.getLogger(__name__)
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
 _STAGE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -27,11 +30,12 @@ _RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
 class Metrics:
     """A registry of its own, so that a process can serve several pipelines one after another."""
 
-    def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
-        """counters: of the pipelines, read whenever Prometheus asks."""
+    def __init__(self, counters: Callable[[], dict[str, int]], gauges: Callable[[], dict[str, int]]) -> None:
+        """counters, gauges: of the pipelines, read whenever Prometheus asks."""
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(_Counters(counters))
+        registry.register(_Gauges(gauges))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"ragkv_{name}", text, labels, registry=registry)
@@ -161,6 +165,32 @@ class _Counters(Collector):
 
     def describe(self) -> Iterable[Metric]:
         return [CounterMetricFamily("ragkv_kv_events", "")]
+
+
+_GAUGES = {
+    "captures": "Captures of chunks on disk",
+    "evicted_captures": "Captures that had to make room on disk and aren't back",
+    "disk_bytes": "What KV takes on disk",
+    "memory_chunks": "Chunks whose KV lies ready in memory",
+    "waiting_uploads": "Uploads that aren't indexed yet",
+}
+
+
+class _Gauges(Collector):
+    def __init__(self, gauges: Callable[[], dict[str, int]]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        try:
+            found = self._gauges()
+        except StoreError as error:  # the other figures are told all the same
+            logger.warning("the store isn't counted: %s", error)
+            return
+        for name, value in found.items():
+            yield GaugeMetricFamily(f"ragkv_store_{name}", _GAUGES[name], value)
+
+    def describe(self) -> Iterable[Metric]:
+        return [GaugeMetricFamily(f"ragkv_store_{name}", text) for name, text in _GAUGES.items()]
 
 
 def _policy(label: str) -> str:

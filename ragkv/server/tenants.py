@@ -31,7 +31,7 @@ class Tenants:
     def __init__(self, config: Config, pipelines: Mapping[str, Pipeline], uploads: Mapping[str, Path]) -> None:
         """uploads: the folder where each tenant's uploads are kept until they are indexed."""
         self.config, places = config, Places(config.server.max_requests)
-        self.metrics = Metrics(self._counters)
+        self.metrics = Metrics(self._counters, self._gauges)
         self.metrics.ready.set_function(lambda: self.main.pipeline.is_ready)
         self._tenants = {
             name: Tenant(
@@ -57,6 +57,10 @@ class Tenants:
         """Of what was opened here: the pipelines stay open."""
         for tenant in self._tenants.values():
             await tenant.uploads.close()
+
+    def _gauges(self) -> dict[str, int]:
+        waiting = sum(tenant.uploads.num_waiting for tenant in self._tenants.values())
+        return {**self.main.pipeline.gauges, "waiting_uploads": waiting}
 
     def _counters(self) -> dict[str, int]:
         """Of the engine, which all share, and what each pipeline counts beside it."""

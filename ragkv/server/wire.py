@@ -63,6 +63,9 @@ class Pipeline(Protocol):
     def tenant(self) -> str: ...
 
     @property
+    def gauges(self) -> dict[str, int]: ...
+
+    @property
     def defaults(self) -> AnswerConfig: ...
 
     @property

@@ -115,6 +115,7 @@ class ScriptedPipeline(Library):
 
     def play(self, script=SCRIPT) -> None:
         self.is_ready = True
+        self.gauges = {"captures": 7, "evicted_captures": 2, "disk_bytes": 7000, "memory_chunks": 3}
         self.counters = {"corrupt_chunks": 1, "recaptured_chunks": 0, "failed_recaptures": 0}
         self.script = script
         self.strip = STRIP

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
 
+from ragkv.canary import Drift
 from ragkv.config import MAIN
 from ragkv.errors import ContextTooLongError, StoreError
 
@@ -50,6 +51,31 @@ def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
     assert found["ragkv_plan_ttft_ratio_sum", "fuse"] == pytest.approx(3 * 20 / 21)
     assert found["ragkv_kv_events_total", "corrupt_chunks"] == 1
     assert found["process_resident_memory_bytes",] > 1e7
+    store = {name: found[f"ragkv_store_{name}",] for name in ("captures", "evicted_captures", "disk_bytes")}
+    assert store == {"captures": 7, "evicted_captures": 2, "disk_bytes": 7000}
+    assert (found["ragkv_store_memory_chunks",], found["ragkv_store_waiting_uploads",]) == (3, 0)
+    assert found["ragkv_ready",] == 1 and found["ragkv_budget", MAIN] == 0.2
+
+
+def test_a_store_that_cannot_be_counted_hides_nothing_else(pipeline, client) -> None:
+    class Broken:
+        def __get__(self, *_):
+            raise StoreError("no space")
+
+    type(pipeline).gauges, before = Broken(), pipeline.__dict__.pop("gauges")
+    try:
+        found = samples(client)
+    finally:
+        del type(pipeline).gauges
+        pipeline.gauges = before
+    assert found["ragkv_ready",] == 1 and ("ragkv_store_captures",) not in found
+
+
+def test_drift_is_counted(pipeline, client) -> None:
+    pipeline.canary.on_drift(Drift(0.25, 0.75, 8))
+    found = samples(client)
+    assert found["ragkv_canary_kl_sum",] == 0.25
+    assert (found["ragkv_canary_tokens_total",], found["ragkv_canary_agreeing_tokens_total",]) == (8, 6)
 
 
 def test_ready(pipeline, client) -> None:

@@ -275,6 +275,7 @@ SLOW_SERVER = textwrap.dedent("""
 
     class Slow:
         tenant, is_ready, counters, defaults = MAIN, True, {}, Config().answer
+        gauges = {}
         canary = Canary(Config().canary, 0.05, Idle(), None)
 
         async def ingest_documents(self, *_): ...

@@ -51,6 +51,9 @@ def test_what_is_used_stays(tmp_path):
     assert held(store) == {1, 2, 4, 5}
     put(store, 6)
     assert held(store) == {1, 2, 4, 6}
+    gauges = store.gauges()
+    assert (gauges["captures"], gauges["evicted_captures"]) == (4, 2)
+    assert gauges["disk_bytes"] == store._files.size_on_disk()
     store.close()
 
 
