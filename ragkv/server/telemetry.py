@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
+from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,13 +31,14 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _EXPORTING = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TEXT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
 _FIELDS = ["asctime", "levelname", "name", "request_id", "message"]
+_OTHERS = [*RESERVED_ATTRS, "vllm_process_name"]  # what records have that isn't told
 _QUIET = {"/healthz", "/readyz", "/metrics"}  # asked for every few seconds
 
 
 def log_as(form: Literal["text", "json"]) -> None:
     """Send the log of this process to stderr, in lines of text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(_FIELDS) if form == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter(_FIELDS, reserved_attrs=_OTHERS) if form == "json" else logging.Formatter(_TEXT))
     handler.addFilter(_named)
     root = logging.getLogger()
     root.handlers[:] = [handler]
