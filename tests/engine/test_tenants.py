@@ -115,6 +115,28 @@ def test_what_is_uploaded_is_found_and_what_is_deleted_is_gone(runner, clients, 
     runner.run(run())
 
 
+def test_a_document_that_is_deleted_while_it_is_indexed_stays_away(runner, clients):
+    async def run():
+        client, before = clients[MAIN], stored(clients)
+        files = [("files", (f"{name}.txt", notes(TEA, 60).encode())) for name in ("wanted", "unwanted")]
+        job = (await client.post("/v1/documents", files=files)).headers["location"]
+        while (await client.get(job)).json()["done"] == 0:
+            await asyncio.sleep(0.05)
+        deletion = await client.delete("/v1/documents/unwanted.txt")
+        assert deletion.status_code == 200 and deletion.json()["documents"] == ["unwanted.txt"]
+        while (found := (await client.get(job)).json())["status"] != "done":
+            assert found["status"] == "running"
+            await asyncio.sleep(0.1)
+        names = [each["name"] for each in (await client.get("/v1/documents")).json()["documents"]]
+        assert names == ["wanted.txt"]
+        answer = await ask(client, "When is Darjeeling tea picked?", top_k=3)
+        assert {source["document"] for source in answer["sources"]} == {"wanted.txt"} and answer["fallback"] is None
+        await client.delete("/v1/documents/wanted.txt")
+        assert stored(clients) - before <= {clients["pipeline"].workspace.anchor_hash}
+
+    runner.run(run())
+
+
 def check_strip(answer):
     """The runs cover the prompt, and say what the usage says."""
     runs, tokens, usage = answer["prompt"]["runs"], answer["prompt"]["tokens"], answer["usage"]
