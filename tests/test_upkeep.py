@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragkv.engine.job import ROOT_HASH
-from ragkv.errors import StoreError
+from ragkv.errors import ConfigError, StoreError
 from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home, Owner
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import NEAREST, average_hash, chunk_hash
@@ -130,6 +130,28 @@ def test_a_home_where_nothing_is_indexed(tmp_path):
     with pytest.raises(StoreError, match="nothing was indexed in .*; `ragkv index PATH` first"):
         collect_garbage(home)
     assert not home.path.exists()
+
+
+def test_each_tenant_has_what_is_its_own(home, folder):
+    """The same text of two tenants is stored twice, and collecting garbage spares both."""
+    chunk = make_chunk("wax")
+    theirs = ChunkKey(chunk_hash(chunk.token_ids, "acme"), ANCHOR, MODEL, heads=(0, 2))
+    with home.open_catalog("acme") as catalog, closing(home.open_store()) as store:
+        home.claim(catalog, Owner("tiny in float32", MODEL, "words"))
+        catalog.put_document("a.md", "a", "digest", [chunk], np.ones((1, 4), np.float32))
+        assert [each.chunk_hash for each in catalog.document_chunks("a.md")] == [theirs.chunk_hash]
+        store.put([(theirs, make_layers(3))])
+    assert home.tenants() == ["main", "acme"] and theirs.chunk_hash != make_key("wax").chunk_hash
+    assert sum(part.num_chunks for part in collect_garbage(home)) == 0
+    delete_documents(home, [str(folder / "bees.md")])
+    assert theirs in state_of(home)[1] and make_key("wax") not in state_of(home)[1]
+    with pytest.raises(StoreError, match="no document 'a.md'"):
+        delete_documents(home, ["a.md"])
+    assert delete_documents(home, ["a.md"], "acme").documents == ["a.md"]
+    assert theirs not in state_of(home)[1]
+    for name in ("Acme", "../x", "", "a/b"):
+        with pytest.raises(ConfigError, match="can't be a tenant's name"):
+            delete_documents(home, ["a.md"], name)
 
 
 def test_one_command_at_a_time_changes_a_home(home, folder):
