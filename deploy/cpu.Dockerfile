@@ -10,7 +10,7 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist .
 
 FROM ${BASE}
-# libnuma1: vLLM's kernels are linked with it. g++: vLLM compiles its sampler with the first answer of a temperature.
+# libnuma1: vLLM's kernels are linked with it. g++: for model.compile.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \

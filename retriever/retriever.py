@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,7 +115,7 @@ class Retriever:
         found = self._distinct(search, count)
         ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
         cosines = dict(zip(ids, (vectors @ vector).tolist(), strict=True)) if ids else {}
-        return [Hit(hit.chunk, cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
+        return [replace(hit, score=cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
 
     def _distinct(self, search: Callable[[int], list[tuple[int, float]]], count: int) -> list[Hit]:
         """Up to `count` chunks of different texts, from a search that is asked for as many as it takes."""

@@ -27,15 +27,19 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_hybrid_finds_by_words(home: Path) -> None:
+@pytest.mark.parametrize("tenant", ["main", "acme"])
+def test_hybrid_finds_by_words(home: Path, tenant: str) -> None:
     full = "E1287: the disk is full, or the quota is spent, so that nothing can be written."
     texts = [full, "F1286: wait.", "D1288: try again."]
     orders = {}
     for mode in ("vector", "hybrid"):
         at = Workspace(Config(home=home, retrieval={"mode": mode}), lambda line: None)
         chunks = [ChunkText(text, tuple(text.encode())) for text in texts]
-        at.main.catalog.put_document("a", "a", "digest", chunks, at.embedder.embed(texts))
-        orders[mode] = [hit.chunk.text for hit in at.retriever(at.main).search("E1287?", 3)]
+        corpus = at.corpus(tenant)
+        corpus.catalog.put_document("a", "a", "digest", chunks, at.embedder.embed(texts))
+        hits = at.retriever(corpus).search("E1287?", 3)
+        assert {hit.scope for hit in hits} == {corpus.catalog.scope}
+        orders[mode] = [hit.chunk.text for hit in hits]
         asyncio.run(at.close())
     assert sorted(orders["vector"]) == sorted(orders["hybrid"]) == sorted(texts)
     assert (orders["vector"][2], orders["hybrid"][0]) == (full, full)
