@@ -10,7 +10,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from ragkv.config import CanaryConfig
 from ragkv.engine.job import FuseTask
 from ragkv.errors import RagKVError
-from ragkv.idle import Idle
+from ragkv.idle import Idle, stop
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,7 @@ class Canary:
                 self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await stop(self._task)
 
     async def _run(self) -> None:
         while self._waiting:

@@ -1,9 +1,9 @@
-"""Lets work wait until nobody waits for an answer. Knows nothing about the work."""
+"""Lets work wait until nobody waits for an answer, and ends it. Knows nothing about the work."""
 
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 IDLE_S = 0.5  # how long nobody must have asked
 
@@ -28,3 +28,11 @@ class Idle:
         """Until nobody has asked for `IDLE_S`."""
         while (wait := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
             await asyncio.sleep(wait)
+
+
+async def stop(task: "asyncio.Task[None] | None") -> None:
+    """Cancel it, if there is one, and wait until it has ended."""
+    if task is not None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 
 from ragkv.errors import RagKVError
-from ragkv.idle import Idle
+from ragkv.idle import Idle, stop
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,4 @@ class Recapture:
                 self._paused_until = time.monotonic() + PAUSE_S
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await stop(self._task)

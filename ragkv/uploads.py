@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
+from ragkv.idle import stop
 from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
@@ -86,10 +87,7 @@ class Uploads:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await stop(self._task)
 
     def all(self) -> list[Upload]:
         """Newest first."""

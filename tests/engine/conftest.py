@@ -37,6 +37,14 @@ def smollm():
 
 
 @pytest.fixture(scope="module")
+def home(smollm, tmp_path_factory):
+    """A home of its own that shares the fetched models."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(smollm.parent)
+    return home
+
+
+@pytest.fixture(scope="module")
 def harness(runner, smollm, tmp_path_factory):
     harness = Harness(runner, smollm, tmp_path_factory.mktemp("kv"), max_model_len=8192)
     yield harness

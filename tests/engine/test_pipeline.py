@@ -36,14 +36,6 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def home(smollm, tmp_path_factory):
-    """A home of its own that shares the fetched models."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "models").symlink_to(smollm.parent)
-    return home
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for name, text in TOPICS.items():

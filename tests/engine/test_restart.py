@@ -17,13 +17,6 @@ from ragkv.server.tenants import Tenants
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def home(smollm, tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    (home / "models").symlink_to(smollm.parent)
-    return home
-
-
 def engine_processes():
     return [each for each in psutil.Process().children(recursive=True) if "VLLM" in " ".join(each.cmdline())]
 

@@ -27,13 +27,6 @@ KEYS = {name: f"ragkv-{name * 12}" for name in (MAIN, "acme", "zeta", "handbook"
 
 
 @pytest.fixture(scope="module")
-def home(smollm, tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    (home / "models").symlink_to(smollm.parent)
-    return home
-
-
-@pytest.fixture(scope="module")
 def clients(runner, home):
     """Of each tenant of one server; zeta reads the handbook."""
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}

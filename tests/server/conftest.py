@@ -23,3 +23,15 @@ def pipeline(module_pipeline) -> ScriptedPipeline:
 @pytest.fixture
 def client(module_pipeline, pipeline) -> httpx.Client:
     return module_pipeline[1]
+
+
+@pytest.fixture
+def own_pipeline(tmp_path) -> ScriptedPipeline:
+    return ScriptedPipeline(tmp_path)
+
+
+@pytest.fixture
+def own_client(own_pipeline, tmp_path) -> Iterator[httpx.Client]:
+    """Of a server that this test has for itself."""
+    with running({own_pipeline.tenant: own_pipeline}, tmp_path) as client:
+        yield client

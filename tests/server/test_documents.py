@@ -14,15 +14,14 @@ from ragkv.server.gate import hash_of
 
 
 @pytest.fixture
-def pipeline(tmp_path):
-    return ScriptedPipeline(tmp_path)
+def pipeline(own_pipeline):
+    return own_pipeline
 
 
 @pytest.fixture
-def client(pipeline, tmp_path):
-    """Of a server of its own, with an empty catalogue."""
-    with running({MAIN: pipeline}, tmp_path) as client:
-        yield client
+def client(own_client):
+    """Of an empty catalogue."""
+    return own_client
 
 
 def upload(client, *files, **fields):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
+from server_harness import ANSWER, SCRIPT
 
 from ragkv.canary import Drift
 from ragkv.config import MAIN
@@ -15,15 +15,14 @@ QUESTION = {"question": "who?"}
 
 
 @pytest.fixture
-def pipeline(tmp_path):
-    return ScriptedPipeline(tmp_path)
+def pipeline(own_pipeline):
+    return own_pipeline
 
 
 @pytest.fixture
-def client(pipeline, tmp_path):
-    """Of a server of its own: counts begin at 0."""
-    with running({MAIN: pipeline}, tmp_path) as client:
-        yield client
+def client(own_client):
+    """Counts begin at 0."""
+    return own_client
 
 
 def samples(client):
