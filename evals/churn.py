@@ -11,13 +11,12 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -28,12 +27,13 @@ import psutil
 from ragkv.answer import Answer, AnswerOptions
 from ragkv.config import Config
 from ragkv.errors import RagKVError
+from ragkv.evals.watched import as_environment, resources, watched
 from ragkv.home import Home
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
 
-_TITLES = sorted(name for name in topics if len(topics[name]) > 2000)
-_CHARACTERS = 2500  # of a document: some 600 tokens
+TITLES = sorted(name for name in topics if len(topics[name]) > 2000)
+CHARACTERS = 2500  # of a document: some 600 tokens
 _ANSWER_TOKENS = 12
 _EVERY_S = 0.5
 _LATEST_KILL_S = 20.0  # after the process is ready
@@ -117,7 +117,7 @@ def _round(
     command = [sys.executable, "-m", "ragkv", "eval", "churn", "--at", str(home)]
     command += ["--seconds", str(seconds or 3600), "--seed", str(rng.getrandbits(32))]
     until: float | None = None
-    with _process(command, {**os.environ, **_as_environment(config, home)}) as process:
+    with watched(command, {**os.environ, **as_environment(config, home)}) as process:
         assert process.stdout is not None
         tree, looked_at, said = psutil.Process(process.pid), 0.0, b""
         is_over = is_done = False
@@ -133,7 +133,7 @@ def _round(
                 is_done = is_done or event["event"] == "done"
                 if event["event"] == "ready":
                     until = time.monotonic() + rng.uniform(0, _LATEST_KILL_S) if seconds is None else None
-                    size, handles = _resources(tree)
+                    size, handles = resources(tree)
                     seen.start_bytes, seen.handles = max(seen.start_bytes, size), [handles]
             if until is not None and time.monotonic() > until:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -141,47 +141,13 @@ def _round(
                 return
             if time.monotonic() - looked_at > _EVERY_S and not is_done:
                 looked_at = time.monotonic()
-                size, handles = _resources(tree)
+                size, handles = resources(tree)
                 if size:
                     seen.peak_bytes, seen.end_bytes = max(seen.peak_bytes, size), size
                     seen.handles = [*seen.handles[:1], handles]
                 seen.peak_disk_bytes = max(seen.peak_disk_bytes, _records_bytes(home))
         if process.wait():
             seen.problems.append(f"the process ended with {process.returncode}; {home / 'vllm.log'}")
-
-
-def _as_environment(config: Config, home: Path) -> dict[str, str]:
-    """The same configuration for another process, of another home."""
-    variables = {"RAGKV_HOME": str(home)}
-    for section, values in config.model_dump(mode="json", exclude={"home", "server"}).items():
-        variables |= {f"RAGKV_{section}__{k}".upper(): str(v) for k, v in values.items() if v is not None}
-    return variables
-
-
-@contextmanager
-def _process(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """With its own group of processes, of which none is left."""
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _resources(tree: psutil.Process) -> tuple[int, int]:
-    """Memory of its own, without files that are mapped, and open descriptors and threads."""
-    size = handles = 0
-    try:
-        for process in (tree, *tree.children(recursive=True)):
-            memory = process.memory_info()
-            size += memory.rss - memory.shared
-            handles += process.num_fds() + process.num_threads()
-    except psutil.Error:  # one has just ended
-        return 0, 0
-    return size, handles
 
 
 def _records_bytes(home: Path) -> int:
@@ -213,7 +179,7 @@ async def work(config: Config, seconds: float, seed: int, emit: Callable[[dict[s
     rng, folder = random.Random(seed), config.home / "documents"
     pipeline = await Pipeline.open(config)
     try:
-        for title in _TITLES[:3]:
+        for title in TITLES[:3]:
             await _index(pipeline, folder, title, rng, emit)
         await _compare(pipeline, rng, emit)
         emit({"event": "ready"})
@@ -222,7 +188,7 @@ async def work(config: Config, seconds: float, seed: int, emit: Callable[[dict[s
             step = rng.random()
             there = sorted(file.stem for file in folder.iterdir())
             if step < 0.3:
-                await _index(pipeline, folder, rng.choice(_TITLES[:24]), rng, emit)
+                await _index(pipeline, folder, rng.choice(TITLES[:24]), rng, emit)
             elif step < 0.4 and len(there) > 3:
                 await _remove(pipeline, folder, rng.choice(there), emit)
             elif step < 0.6:
@@ -241,9 +207,9 @@ async def _index(
     pipeline: Pipeline, folder: Path, title: str, rng: random.Random, emit: Callable[[dict[str, Any]], None]
 ) -> None:
     file, text = folder / f"{title}.txt", topics[title]
-    start = rng.randrange(max(1, len(text) - _CHARACTERS))
+    start = rng.randrange(max(1, len(text) - CHARACTERS))
     emit({"event": "begin", "document": file.name})
-    file.write_text(text[start : start + _CHARACTERS])
+    file.write_text(text[start : start + CHARACTERS])
     await pipeline.ingest([folder])
     emit({"event": "indexed", "document": file.name})
 
@@ -271,7 +237,7 @@ async def _ask(pipeline: Pipeline, question: str, policy: Policy, top_k: int) ->
 
 
 def _question(rng: random.Random) -> str:
-    return f"What does the manual say about {rng.choice(_TITLES[:24]).lower()}?"
+    return f"What does the manual say about {rng.choice(TITLES[:24]).lower()}?"
 
 
 def work_here(config: Config, seconds: float, seed: int) -> None:

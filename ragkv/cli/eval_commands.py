@@ -214,6 +214,29 @@ def churn(
         raise typer.Exit(1)
 
 
+def soak(
+    seconds: Annotated[float, typer.Option(min=1, help="How long, once the server is ready.")] = 900,
+    clients: Annotated[int, typer.Option(min=1, max=24, help="How many at a time.")] = 6,
+    memory_gib: Annotated[float, typer.Option(help="Budget of the store's memory.")] = 0.125,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything at random.")] = 0,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Serve, and ask, upload, replace, delete and leave at random; see what fails, is lost, or grows."""
+    flags = {"model": {"name": model, "dtype": dtype}, "store": {"memory_gib": memory_gib}}
+    config = load_config(config_file, home=home, **flags)
+    from ragkv.evals import soak as evaluation
+
+    with err.status("starting") as status:
+        (row,) = evaluation.run(config, seconds, clients, seed, status.update)
+    typer.echo(json.dumps(row)) if as_json else output.print_soak(row)
+    if row["problems"]:
+        raise typer.Exit(1)
+
+
 def swap(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "64,128,256,512,1024,2048,4096",
     shares: Annotated[str, typer.Option(help="Shares of the chunks that are stored.")] = "0,0.5,1",

@@ -340,6 +340,19 @@ def print_churn(row: dict[str, Any]) -> None:
         out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
+def print_soak(row: dict[str, Any]) -> None:
+    """The row that `ragkv eval soak --json` prints."""
+    if "memory_mib" in row:
+        memory, handles = row["memory_mib"], row["handles"]
+        table = Table("", "warm", "end", "allowed", box=None, padding=(0, 1))
+        table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("warm", "end", "allowed")))
+        table.add_row("descriptors and threads", f"{handles['warm']:.0f}", f"{handles['end']:.0f}", "")
+        out.print(table)
+    out.print(f"{row['compared']} answers compared with full prefill's, {row['refused']} told to wait, {row['steps']}")
+    for problem in row["problems"]:
+        out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
 class _Bar:
     """Shown as long as its block runs."""
 

@@ -62,7 +62,7 @@ def test_answers_that_differ_are_problems():
     assert seen.compared == 2 and seen.problems == ["Q: 'one' and not 'two'"]
 
 
-PROCESS = churn._process
+PROCESS = churn.watched
 EVENTS = [{"event": "begin", "document": "a.txt"}, {"event": "indexed", "document": "a.txt"}, {"event": "ready"}]
 ENDLESS = "import json, sys, time\nfor line in json.loads(sys.argv[1]): print(json.dumps(line), flush=True)\n{end}"
 
@@ -76,7 +76,7 @@ def play(monkeypatch, tmp_path, end, seconds):
         with PROCESS([sys.executable, "-c", ENDLESS.format(end=end), json.dumps(EVENTS)], environment) as started:
             yield started
 
-    monkeypatch.setattr(churn, "_process", process)
+    monkeypatch.setattr(churn, "watched", process)
     monkeypatch.setattr(churn, "_LATEST_KILL_S", 0.2)
     monkeypatch.setattr(churn, "_EVERY_S", 0.05)
     seen = Seen()

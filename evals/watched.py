@@ -1,0 +1,49 @@
+"""Processes that are watched from outside: started with a configuration, measured, and never left behind."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from ragkv.config import Config
+
+
+def as_environment(config: Config, home: Path) -> dict[str, str]:
+    """The same configuration for another process, of another home and without the server's settings."""
+    variables = {"RAGKV_HOME": str(home)}
+    for section, values in config.model_dump(mode="json", exclude={"home", "server", "tenants"}).items():
+        variables |= {f"RAGKV_{section}__{k}".upper(): str(v) for k, v in values.items() if v is not None}
+    return variables
+
+
+@contextmanager
+def watched(
+    command: list[str], environment: dict[str, str], errors: int | IO[bytes] = subprocess.DEVNULL
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with its own group, of which none is left. errors: where its stderr goes."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def resources(tree: psutil.Process) -> tuple[int, int]:
+    """Memory of its own, without files that are mapped, and open descriptors and threads; 0 and 0 while one ends."""
+    size = handles = 0
+    try:
+        for process in (tree, *tree.children(recursive=True)):
+            memory = process.memory_info()
+            size += memory.rss - memory.shared
+            handles += process.num_fds() + process.num_threads()
+    except psutil.Error:
+        return 0, 0
+    return size, handles
