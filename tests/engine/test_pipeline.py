@@ -143,7 +143,7 @@ def test_tokens_are_drawn_as_asked(runner, pipeline):
     assert stopped.text == greedy.text[: greedy.text.index(word)] and stopped.finish_reason == "stop"
 
 
-def test_openais_client_gets_the_same_answer(runner, pipeline):
+def test_openais_client_gets_the_same_answer(runner, pipeline, config):
     async def ask():
         transport = httpx.ASGITransport(create_app(Tenants(config, {MAIN: pipeline}, {MAIN: config.home / "uploads"})))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
