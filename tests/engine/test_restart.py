@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -18,7 +19,12 @@ pytestmark = pytest.mark.engine
 
 
 def engine_processes():
-    return [each for each in psutil.Process().children(recursive=True) if "VLLM" in " ".join(each.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # one that was killed and isn't reaped yet has no command line
+            if "VLLM" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
