@@ -180,14 +180,14 @@ class Uploads:
             upload.progress = step
 
         folder = self._folder / upload.id
-        upload.status, upload.progress, upload.withdrawn = "running", None, set()
+        upload.status, upload.progress = "running", None
         try:
             documents = parse.read_documents(folder / _DOCUMENTS)
             upload.report = await self._ingest(documents, progress, upload.hint, lambda id: id in upload.withdrawn)
         except RagKVError as error:
             upload.status, upload.error = "waiting", str(error)
             return BUSY_S if isinstance(error, BusyError) else PAUSE_S
-        except Exception:
+        except Exception:  # a bug of ours with one upload must not keep the others waiting
             logger.exception("the upload %s isn't indexed; the next start of the server tries again", upload.id)
             upload.status, upload.error = "failed", "something went wrong; see the server's log"
             return 0

@@ -86,6 +86,6 @@ async def _keep_running(pipeline: Pipeline) -> None:
             try:
                 await pipeline.start()
                 logger.warning("the engine runs again")
-            except Exception:
+            except Exception:  # whatever keeps it from starting may pass; ragkv_ready says so meanwhile
                 logger.exception("the engine can't be started; trying again in %d s", _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
