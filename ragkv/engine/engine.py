@@ -7,10 +7,10 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from ragkv.errors import EngineStoppedError, ModelError, StoreError
 logger = logging.getLogger(__name__)
 
 _CONNECTOR_MODULE = "ragkv.engine.connector"
+_LOOK_S = 1.0  # between looks at whether vLLM still lives
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # A fork of this process, which has threads and has used OpenMP, may hang (vLLM itself spawns on CPU only).
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import AsyncEngineArgs
         from vllm.config import KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -107,7 +111,8 @@ class Engine:
         }
         try:
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **engine_args}))
-            (unsupported, *_) = await llm.collective_rpc("ragkv_attach")
+            (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
+            await _unless_dead(llm, llm.get_supported_tasks())  # or the first request asks, and waits forever
         except Exception as error:  # whatever a loader makes of a damaged file
             raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
         if unsupported:
@@ -209,9 +214,26 @@ class Engine:
         return [row.reshape(len(tokens), -1) for row, tokens in zip(rows, continuations, strict=True)], report
 
     async def close(self) -> None:
+        """Requests in work end with EngineStoppedError."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
             llm.shutdown()
+            # It cancels the task that would tell them, also if the processes have ended and they don't know yet.
+            llm.output_processor.propagate_error(EngineDeadError())
+
+
+async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
+    """vLLM's answer to a call between its processes, which never comes if they end. Raises ModelError then."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+            if llm.errored:
+                raise ModelError("its processes have ended")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _report(params: dict[str, Any] | None) -> Report | None:

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import signal
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 import httpx
 import psutil
 import pytest
 
+from ragkv.answer import AnswerOptions, Delta
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
+from ragkv.errors import EngineStoppedError
 from ragkv.pipeline import Pipeline
+from ragkv.policies import Policy
 from ragkv.server import create_app
 from ragkv.server.run import _keep_running
 from ragkv.server.tenants import Tenants
@@ -25,6 +28,26 @@ def engine_processes():
             if "VLLM" in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+async def end_at_work(pipeline):
+    """What requests end with if the engine is closed before vLLM has noticed that its processes were killed."""
+
+    async def ask(deltas):
+        async with aclosing(pipeline.answer("Who wrote note 3?", options)) as events:
+            async for event in events:
+                deltas.append(event) if isinstance(event, Delta) else None
+
+    options = AnswerOptions(Policy.parse("full"), top_k=2, max_tokens=500)
+    heard = [[] for _ in range(4)]
+    asking = [asyncio.create_task(ask(deltas)) for deltas in heard]
+    while not all(heard):
+        assert not any(task.done() for task in asking)
+        await asyncio.sleep(0.05)
+    for process in engine_processes():
+        os.kill(process.pid, signal.SIGKILL)
+    await pipeline.workspace.engine.close()
+    return await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 60)
 
 
 def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
@@ -76,6 +99,8 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
             counters = (await client.get("/healthz")).json()["counters"]
         keeper.cancel()
         await served.close()
+        ended = await end_at_work(pipeline)
+        assert [type(each) for each in ended] == [EngineStoppedError] * 4
         problems = pipeline.workspace.store.verify().problems
         await pipeline.close()
         return before, answers, after, report, names, counters, problems
