@@ -14,7 +14,7 @@ LOWER = {
 }
 # Library to the files that may import it.
 ONLY_IN = {
-    "vllm": ("ragkv/engine/",),
+    "vllm": ("ragkv/engine/", "evals/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("retriever/catalog.py", "store/index.py", "store/segment_store.py"),

@@ -237,6 +237,42 @@ def soak(
         raise typer.Exit(1)
 
 
+def load(
+    streams: Annotated[int, typer.Option(min=1, help="Answers being decoded while questions arrive.")] = 8,
+    questions: Annotated[int, typer.Option(min=4, help="Of each measurement.")] = 16,
+    shares: Annotated[
+        str, typer.Option(help="Rates of arrival, as shares of what each server answers one after the other.")
+    ] = "0.4,0.6,0.8,0.95",
+    top_k: Annotated[int, typer.Option(min=1, help="Chunks of a question, 512 tokens each.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the questions and the arrivals.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A picture of it.")] = None,
+    as_json: AsJson = False,
+    home: Home = None,
+    model: Model = None,
+    dtype: DType = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Questions that arrive at random, beside vLLM alone: how long to the first token, and between tokens of others."""
+    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype})
+    rates = tuple(_parse_numbers(shares, "--shares"))
+    from ragkv.evals import load as evaluation
+
+    rows: list[dict[str, Any]] = []
+
+    def emit(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if as_json:
+            typer.echo(json.dumps(row))
+
+    with err.status("starting") as status:
+        wanted = evaluation.Load(top_k, streams, questions, rates, seed)
+        asyncio.run(evaluation.run(config, wanted, emit, status.update))
+    if out is not None:
+        evaluation.draw(rows, out)
+    if not as_json:
+        output.print_load(rows)
+
+
 def swap(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt, in tokens.")] = "64,128,256,512,1024,2048,4096",
     shares: Annotated[str, typer.Option(help="Shares of the chunks that are stored.")] = "0,0.5,1",

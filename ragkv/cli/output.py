@@ -353,6 +353,20 @@ def print_soak(row: dict[str, Any]) -> None:
         out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
+def print_load(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval load --json` prints them."""
+    table = Table("", "server", box=None, padding=(0, 1))
+    columns = ("arrivals/min", "questions", "TTFT 50%", "TTFT 90%", "between tokens 50%", "99%", "failed")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        rate = f"{60 * row['rate']:.1f}" if "rate" in row else ""
+        keys = ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p99_ms")
+        times = [f"{row[key]:,.0f} ms" if key in row else "" for key in keys]
+        table.add_row(row["part"], row["system"], rate, f"{row['questions']}", *times, f"{row['failed']}")
+    out.print(table)
+
+
 class _Bar:
     """Shown as long as its block runs."""
 

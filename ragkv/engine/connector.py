@@ -49,16 +49,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BUSY_SLICE_TOKENS = 256  # while others decode; the load pass, which runs the question, isn't sliced
+_LEAST_SLICE, _MOST_SLICE = 64, 512  # tokens, while others are computed
+
+
+def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> int:
+    """How many tokens of a fusion are computed in a step, beside `num_scheduled` tokens of `num_others` requests.
+
+    Each of them waits for the slice, so the more they are, the smaller it is: together they wait about as long as one
+    stream does for a whole batch of vLLM's. The load pass, which runs the question, isn't sliced.
+    """
+    if not num_others:
+        return max_batch_tokens
+    return min(_MOST_SLICE, max(_LEAST_SLICE, (max_batch_tokens - num_scheduled) // (1 + num_others)))
 
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler to worker, each engine step. `busy`: other requests are computed in this step."""
+    """Scheduler to worker, each engine step. num_others: requests of which vLLM computes `num_scheduled` tokens."""
 
     jobs: list[Job] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
-    busy: bool = False
+    num_others: int = 0
+    num_scheduled: int = 0
 
 
 @dataclass
@@ -103,7 +115,8 @@ class RagKVConnector(KVConnectorBase_V1):
             self._scheduler.start(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepWork:
-        return self._scheduler.take_work(busy=scheduler_output.total_num_scheduled_tokens > 0)
+        scheduled = scheduler_output.num_scheduled_tokens
+        return self._scheduler.take_work(len(scheduled), sum(scheduled.values()))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -169,8 +182,8 @@ class _SchedulerSide:
         self._jobs[request.request_id] = job
         self._running.add(request.request_id)
 
-    def take_work(self, busy: bool) -> StepWork:
-        work = StepWork(list(self._jobs.values()), self._aborted, busy)
+    def take_work(self, num_others: int, num_scheduled: int) -> StepWork:
+        work = StepWork(list(self._jobs.values()), self._aborted, num_others, num_scheduled)
         self._jobs, self._aborted = {}, set()
         return work
 
@@ -202,7 +215,7 @@ class _WorkerSide:
         self._reports: dict[str, Report] = {}
 
     def step(self, work: StepWork) -> None:
-        self._slice_tokens = _BUSY_SLICE_TOKENS if work.busy else self._max_batch_tokens
+        self._slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
         for job in work.jobs:
             match job.task:
                 case CaptureTask():

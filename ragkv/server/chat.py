@@ -230,9 +230,11 @@ def chat(tenants: Tenants) -> APIRouter:
 
 
 class _Completion:
-    """One completion on its way out."""
+    """One completion on its way out. The first frame, with the sources, waits for the first token, as it does in vLLM:
+    clients take the time to it for the time to first token."""
 
     def __init__(self, model: str) -> None:
+        self._opening: str | None = None
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def response(self, answer: Answer) -> ChatResponse:
@@ -243,8 +245,12 @@ class _Completion:
     def frames(self, event: AnswerEvent, with_usage: bool) -> Iterable[str]:
         if isinstance(event, Retrieved):
             sources = [SourceResponse.of(source).model_dump() for source in event.sources]
-            yield self._frame({"role": "assistant", "content": ""}, ragkv={"sources": sources})
-        elif isinstance(event, Delta):
+            self._opening = self._frame({"role": "assistant", "content": ""}, ragkv={"sources": sources})
+            return
+        if self._opening is not None:
+            yield self._opening
+            self._opening = None
+        if isinstance(event, Delta):
             yield self._frame({"content": event.text})
         else:
             extension = AnswerResponse.of(event).model_dump(exclude={*_EXTENSION, "sources"})

@@ -10,6 +10,7 @@ import pytest
 from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, lay_out
 from tokenizers import Tokenizer
 
+from ragkv.engine.connector import slice_tokens
 from ragkv.engine.job import Span
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey
@@ -101,17 +102,23 @@ def test_sixteen_at_once_answer_as_one_at_a_time(harness, layout, anchor, chunks
 def test_slices_while_others_decode_change_nothing(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks, question, "query:0.4")
     alone = harness.ask_now(token_ids, task)
-    assert alone.report.recomputed_tokens > 256  # more than one slice when busy
+    assert alone.report.recomputed_tokens > 2 * slice_tokens(2048, 8, 8)
 
-    async def beside_a_decode():
-        other = asyncio.create_task(harness.ask(token_ids[:200], max_tokens=60))
-        await asyncio.sleep(0.3)
+    async def beside_decodes():
+        others = [asyncio.create_task(harness.ask(token_ids[:100], max_tokens=60)) for _ in range(8)]
+        await asyncio.sleep(1)
         found = await harness.ask(token_ids, task)
-        return found, await other
+        return found, await asyncio.gather(*others)
 
-    found, other = harness.run(beside_a_decode())
-    assert len(other.token_ids) == 60
+    found, others = harness.run(beside_decodes())
+    assert [len(other.token_ids) for other in others] == [60] * 8
     assert_same(found, alone)
+
+
+def test_a_slice_is_the_smaller_the_more_wait_for_it():
+    assert slice_tokens(2048, 0, 0) == 2048
+    assert [slice_tokens(2048, n, n) for n in (1, 3, 7, 15, 255)] == [512, 511, 255, 127, 64]
+    assert slice_tokens(2048, 2, 2000) == 64  # vLLM prefills somebody's prompt in the same step
 
 
 def test_a_second_identical_request_takes_its_kv_from_the_prefix_cache(harness, anchor, chunks, question):

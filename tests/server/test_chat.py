@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
@@ -43,6 +44,16 @@ def test_a_stream_carries_the_same(openai_client) -> None:
     assert last.choices[0].finish_reason == "stop" and last.ragkv["fallback"] == ANSWER.fallback
     assert usage.choices == [] and usage.usage.total_tokens == 33
     assert len({chunk.id for chunk in (first, *deltas, last, usage)}) == 1
+
+
+def test_nothing_comes_before_the_first_token(pipeline, client) -> None:
+    """Whoever measures the time to first token takes the first frame for it."""
+    pipeline.script = [SCRIPT[0], asyncio.Event()]
+    body = {"messages": ASKED, "stream": True}
+    with pytest.raises(httpx.ReadTimeout), client.stream("POST", "/v1/chat/completions", json=body, timeout=1) as found:
+        assert found.status_code == 200
+        next(found.iter_lines())
+    assert pipeline.cancelled.wait(5)
 
 
 def test_a_stream_has_usage_only_for_who_asks(openai_client) -> None:

@@ -1,0 +1,344 @@
+"""`ragkv eval load`: questions that arrive at random, beside vLLM alone under the same arrivals.
+
+Two servers on this machine with the same model and settings: ragkv's, and vLLM's own OpenAI server with its prefix
+cache, which gets the chunks that ragkv finds as text in the prompt. The one that isn't measured is stopped meanwhile.
+Requests are sent and timed by the client of vLLM's own benchmark (`vllm.benchmarks`); TTFT is the time to the first
+frame with text.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import aiohttp
+import httpx
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import psutil
+
+from ragkv import models
+from ragkv.config import Config
+from ragkv.errors import ModelError
+from ragkv.evals.churn import TITLES
+from ragkv.evals.watched import as_environment, watched
+
+SYSTEMS = ("vllm", "ragkv")
+_START_S = 600  # what a server may take to begin, and to index
+_CHARACTERS = 4000  # of a document: two chunks
+_STREAM_TOKENS, _ANSWER_TOKENS = 200, 16
+_LEAD_S = 10  # the streams decode before the first question comes
+_INSTRUCTION = "Answer the question using only the documents below. Be brief.\n\n"
+_ASKING = "\n\nAnswer this question in one or two sentences, using only the documents above: "
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send. top_k: chunks of a question. streams: answers that are being decoded while questions arrive, for
+    the first part; questions: of each measurement. shares: rates of arrival, as shares of what a server could answer
+    one after the other."""
+
+    top_k: int = 8
+    streams: int = 8
+    questions: int = 16
+    shares: Sequence[float] = (0.4, 0.6, 0.8, 0.95)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One request as the client saw it, in seconds. arrivals: when text came, since the client began."""
+
+    ttft: float
+    arrivals: list[float]
+    prompt_tokens: int
+    error: str
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """When each piece after the first came, and how long after the one before."""
+        return [(b, b - a) for a, b in itertools.pairwise(self.arrivals)]
+
+
+class Server:
+    """One of the two, running; stopped (SIGSTOP) but within `awake`."""
+
+    def __init__(self, name: str, url: str, model: str, tree: psutil.Process) -> None:
+        self.name, self.url, self._model, self._tree = name, url, model, tree
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        self._each("resume")
+        try:
+            yield
+        finally:
+            self._each("suspend")
+
+    def _each(self, what: str) -> None:
+        for process in (self._tree, *self._tree.children(recursive=True)):
+            with suppress(psutil.Error):
+                getattr(process, what)()
+
+    async def ready(self) -> None:
+        """Raises ModelError if it doesn't begin."""
+        path = "/readyz" if self.name == "ragkv" else "/health"
+        end = time.monotonic() + _START_S
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            while time.monotonic() < end and self._tree.is_running():
+                with suppress(httpx.TransportError):
+                    if (await client.get(path)).status_code == 200:
+                        return
+                await asyncio.sleep(0.5)
+        raise ModelError(f"the server of {self.name} doesn't begin; its log is the last that was printed")
+
+    async def ask(self, session: aiohttp.ClientSession, question: "Question", num_tokens: int) -> Timed:
+        from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput, async_request_openai_chat_completions
+
+        content = question.text if self.name == "ragkv" else question.prompt
+        request = RequestFuncInput(
+            prompt="",
+            api_url=f"{self.url}/v1/chat/completions",
+            prompt_len=0,
+            output_len=num_tokens,
+            model=self._model,
+            chat_messages=[{"role": "user", "content": content}],
+            extra_body={"ragkv": {"top_k": question.top_k}} if self.name == "ragkv" else {"temperature": 0},
+        )
+        found = await async_request_openai_chat_completions(request, session)
+        # Both send a first frame without text together with the one that has the first.
+        times = list(itertools.accumulate([found.start_time + found.ttft, *found.itl]))[1:]
+        if not found.success or not times:
+            return Timed(0, [], 0, found.error or "no text")
+        return Timed(times[0] - found.start_time, times, found.prompt_len, "")
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: the question with the chunks that were found for it, for who retrieves nothing."""
+
+    text: str
+    prompt: str
+    top_k: int
+
+
+async def run(
+    config: Config, load: Load, emit: Callable[[dict[str, Any]], None], report: Callable[[str], None]
+) -> None:
+    """`emit` a row for each measurement as soon as it is known. Raises ModelError if a server doesn't begin."""
+    async with _servers(config, report) as servers:
+        questions = _Questions(servers["ragkv"], load)
+        report("asking one after the other")
+        rates = {}
+        for name, server in servers.items():
+            with server.awake():
+                alone = await _one_by_one(server, [await questions.next() for _ in range(4)])
+            emit({"part": "alone", "system": name, **_row(alone[1:])})
+            rates[name] = 1 / float(np.mean([timed.ttft for timed in alone[1:]]))
+        for name, server in servers.items():
+            report(f"{name}: {load.questions} questions beside {load.streams} streams")
+            batch = [await questions.next() for _ in range(load.questions)]
+            streams = [await questions.next(1) for _ in range(200)]
+            gaps = _gaps(load, 0.5 * rates["vllm"])
+            with server.awake():
+                asked, decoded = await _beside_streams(server, batch, gaps, streams, load.streams)
+            emit({"part": "streams", "system": name, "rate": 0.5 * rates["vllm"], **_row(asked, decoded)})
+        for share in load.shares:
+            for name, server in servers.items():
+                rate = share * rates[name]
+                report(f"{name}: {load.questions} questions, {60 * rate:.1f} a minute")
+                batch = [await questions.next() for _ in range(load.questions)]
+                with server.awake():
+                    begin = time.perf_counter()
+                    asked = await _as_they_come(server, batch, _gaps(load, rate))
+                    seconds = time.perf_counter() - begin
+                answered = sum(not timed.error for timed in asked) / seconds
+                emit({"part": "rate", "system": name, "rate": rate, "answered_per_s": answered, **_row(asked)})
+
+
+class _Questions:
+    """New ones without end, on two subjects each, so that each finds other chunks in another order."""
+
+    def __init__(self, server: Server, load: Load) -> None:
+        pairs = list(itertools.permutations(TITLES, 2))
+        random.Random(load.seed).shuffle(pairs)
+        self._pairs, self._server, self._top_k = iter(pairs), server, load.top_k
+
+    async def next(self, top_k: int | None = None) -> Question:
+        first, second = next(self._pairs)
+        text = f"What does the manual say about {first.lower()} and about {second.lower()}?"
+        top_k = top_k or self._top_k
+        with self._server.awake():
+            async with httpx.AsyncClient(base_url=self._server.url, timeout=60) as client:
+                sources = (await client.post("/v1/search", json={"query": text, "top_k": top_k})).json()["sources"]
+        chunks = "\n\n".join(source["text"] for source in sources)
+        return Question(text, f"{_INSTRUCTION}{chunks}{_ASKING}{text}", top_k)
+
+
+def _gaps(load: Load, rate: float) -> list[float]:
+    """Seconds between arrivals of a Poisson process: the same for both servers, stretched by the rate."""
+    rng = random.Random(load.seed + 1)
+    return [rng.expovariate(1.0) / rate for _ in range(load.questions)]
+
+
+async def _one_by_one(server: Server, questions: Sequence[Question]) -> list[Timed]:
+    async with _session() as session:
+        return [await server.ask(session, question, _ANSWER_TOKENS) for question in questions]
+
+
+async def _as_they_come(server: Server, questions: Sequence[Question], gaps: Sequence[float]) -> list[Timed]:
+    asked: list[asyncio.Task[Timed]] = []
+    async with _session() as session:
+        for question, gap in zip(questions, gaps, strict=True):
+            await asyncio.sleep(gap)
+            asked.append(asyncio.create_task(server.ask(session, question, _ANSWER_TOKENS)))
+        return await asyncio.gather(*asked)
+
+
+async def _beside_streams(
+    server: Server, questions: Sequence[Question], gaps: Sequence[float], streams: Sequence[Question], num_streams: int
+) -> tuple[list[Timed], list[float]]:
+    """The questions, and the seconds between tokens of the streams from the first question's arrival to the last one's
+    first token."""
+    left, decoded = iter(streams), list[Timed]()
+    async with _session() as session:
+
+        async def decode() -> None:
+            while (stream := next(left, None)) is not None:
+                decoded.append(await server.ask(session, stream, _STREAM_TOKENS))
+
+        decoding = [asyncio.create_task(decode()) for _ in range(num_streams)]
+        await asyncio.sleep(_LEAD_S)
+        begin = time.perf_counter()
+        asked = await _as_they_come(server, questions, gaps)
+        end = time.perf_counter()
+        left = iter(())
+        await asyncio.gather(*decoding)
+    if failed := [timed.error for timed in decoded if timed.error]:
+        raise ModelError(f"{len(failed)} streams of {server.name} failed: {failed[0]}")
+    return asked, [gap for timed in decoded for at, gap in timed.gaps if begin <= at <= end]
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0))
+
+
+def _row(asked: Sequence[Timed], gaps: Sequence[float] = ()) -> dict[str, Any]:
+    times = [1e3 * timed.ttft for timed in asked if not timed.error]
+    row: dict[str, Any] = {"questions": len(asked), "failed": len(asked) - len(times)}
+    if times:
+        row["prompt_tokens"] = round(float(np.mean([timed.prompt_tokens for timed in asked if not timed.error])))
+        row |= {f"ttft_p{q}_ms": round(float(np.percentile(times, q)), 1) for q in (50, 90)}
+    if gaps:
+        row["tokens"] = len(gaps)
+        row |= {f"itl_p{q}_ms": round(1e3 * float(np.percentile(gaps, q)), 1) for q in (50, 90, 99, 100)}
+    return row
+
+
+@asynccontextmanager
+async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterator[dict[str, Server]]:
+    """Both, warm and stopped; ragkv's with its documents."""
+    folder = models.resolve(config.model.name, config.home)
+    with tempfile.TemporaryDirectory(prefix="ragkv-load-") as name, ExitStack() as stack:
+        home = Path(name)
+        (home / "models").symlink_to((config.home / "models").resolve())
+        ports = _free_ports(2)
+        own = [sys.executable, "-m", "ragkv", "serve", "--port", str(ports[1])]
+        alone = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        alone += ["--served-model-name", config.model.name, "--port", str(ports[0]), "--host", "127.0.0.1"]
+        alone += ["--dtype", config.model.dtype, "--enable-prefix-caching"]
+        alone += [] if config.model.compile else ["--enforce-eager"]
+        alone += ["--gpu-memory-utilization", str(config.model.gpu_memory_utilization)]
+        if config.model.max_model_len is not None:
+            alone += ["--max-model-len", str(config.model.max_model_len)]
+        same = {
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.model.kv_cache_gib))),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            **({} if config.model.compile else {"TORCH_COMPILE_DISABLE": "1"}),
+        }
+        environment = {**os.environ, **same, **as_environment(config, home), "RAGKV_INDEX__CAPTURES": "1"}
+        servers = {}
+        for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):
+            report(f"starting {kind}")
+            log = stack.enter_context((home / f"{kind}.log").open("wb"))
+            process = stack.enter_context(watched(command, environment, log))
+            server = Server(kind, f"http://127.0.0.1:{port}", config.model.name, psutil.Process(process.pid))
+            with server.awake():
+                try:
+                    await server.ready()
+                except ModelError:
+                    report((home / f"{kind}.log").read_text(errors="replace")[-2000:])
+                    raise
+                if kind == "ragkv":
+                    await _index(server, report)
+            servers[kind] = server
+        yield servers
+
+
+async def _index(server: Server, report: Callable[[str], None]) -> None:
+    files = [("files", (f"{title}.txt", f"{title}\n{topics[title][:_CHARACTERS]}".encode())) for title in TITLES]
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        job = (await client.post("/v1/documents", files=files)).headers["location"]
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end:
+            found = (await client.get(job)).json()
+            if found["status"] == "done":
+                return
+            report(f"indexing: {found.get('done')} of {found.get('total')}")
+            await asyncio.sleep(1)
+    raise ModelError(f"the documents aren't indexed after {_START_S} s: {json.dumps(found)}")
+
+
+def _free_ports(num: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def sustained(rows: Sequence[dict[str, Any]], system: str, ttft_p90_ms: float) -> float | None:
+    """The highest rate, in requests per second, at which nine in ten have their first token within the time:
+    interpolated between two that were measured. None if none is that quick, or if all are."""
+    points = sorted((r["rate"], r["ttft_p90_ms"]) for r in rows if (r["part"], r["system"]) == ("rate", system))
+    for (rate, ms), (more, more_ms) in itertools.pairwise(points):
+        if ms <= ttft_p90_ms < more_ms:
+            return float(rate + (more - rate) * (ttft_p90_ms - ms) / (more_ms - ms))
+    return None
+
+
+def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """TTFT by rate of arrival, and the time between tokens of the streams."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    colors = dict(zip(SYSTEMS, ("tab:red", "tab:blue"), strict=True))
+    for name, color in colors.items():
+        points = sorted((r for r in rows if (r["part"], r["system"]) == ("rate", name)), key=lambda r: r["rate"])
+        rates = [60 * row["rate"] for row in points]
+        left.plot(rates, [row["ttft_p90_ms"] / 1e3 for row in points], "o-", color=color, label=f"{name}, 90%")
+        left.plot(rates, [row["ttft_p50_ms"] / 1e3 for row in points], "o--", color=color, alpha=0.5, label="median")
+    left.set(xlabel="questions per minute", ylabel="time to first token, s", xscale="log", yscale="log")
+    left.legend(fontsize=8)
+    names = [f"itl_p{q}_ms" for q in (50, 90, 99, 100)]
+    for i, (name, color) in enumerate(colors.items()):
+        for row in rows:
+            if (row["part"], row["system"]) == ("streams", name):
+                places = np.arange(len(names)) + 0.4 * i
+                right.bar(places, [row[key] for key in names], width=0.38, color=color, label=name)
+    right.set_xticks(np.arange(len(names)) + 0.2, ["50%", "90%", "99%", "longest"])
+    right.set(yscale="log", ylabel="between two tokens of a stream, ms")
+    right.legend(fontsize=8)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)

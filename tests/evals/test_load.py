@@ -1,0 +1,100 @@
+"""What `ragkv eval load` measures, against a scripted pipeline behind the real server."""
+
+import asyncio
+
+import aiohttp
+import psutil
+import pytest
+from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
+
+from ragkv.answer import Delta
+from ragkv.config import MAIN
+from ragkv.errors import StoreError
+from ragkv.evals import load
+from ragkv.evals.load import Load, Question, Server, sustained
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = Question("who?", "a chunk. who?", top_k=3)
+
+
+class Slow(ScriptedPipeline):
+    """`script`, with pauses in seconds."""
+
+    async def answer(self, question, options):
+        self.asked.append((question, options))
+        for step in self.script:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                yield step
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Runs a measurement against a server that plays a script."""
+    monkeypatch.setattr(Server, "_each", lambda *_: None)  # it is this process
+
+    def run(script, measurement):
+        pipeline = Slow(tmp_path, script)
+        with running({MAIN: pipeline}, tmp_path) as client:
+            server = Server("ragkv", str(client.base_url), MODEL, psutil.Process())
+            return asyncio.run(measurement(server)), pipeline
+
+    return run
+
+
+async def ask(server):
+    async with aiohttp.ClientSession() as session:
+        return await server.ask(session, QUESTION, 7)
+
+
+def test_the_first_token_is_timed_and_not_what_comes_before(measured):
+    timed, pipeline = measured([SCRIPT[0], 0.3, Delta("a"), 0.2, Delta("b"), 0.01, ANSWER], ask)
+    assert 0.3 <= timed.ttft < 0.5 and not timed.error
+    assert [gap for _, gap in timed.gaps][:1] == pytest.approx([0.2], abs=0.05)
+    assert timed.prompt_tokens == ANSWER.usage.prompt_tokens
+    ((_, options),) = pipeline.asked
+    assert (options.top_k, options.max_tokens) == (3, 7)
+
+
+def test_a_question_that_fails_is_counted(measured):
+    timed, _ = measured([StoreError("no")], ask)
+    assert timed.error and load._row([timed]) == {"questions": 1, "failed": 1}
+
+
+def test_questions_come_as_they_come(measured):
+    """Not one behind the other: five that take 0.4 s each, 0.05 s apart."""
+    (timed, pipeline) = measured(
+        [SCRIPT[0], 0.4, Delta("a"), ANSWER], lambda server: load._as_they_come(server, [QUESTION] * 5, [0.05] * 5)
+    )
+    assert len(pipeline.asked) == 5 and all(0.4 <= each.ttft < 0.6 for each in timed)
+
+
+def test_streams_are_timed_while_questions_are_asked(measured, monkeypatch):
+    monkeypatch.setattr(load, "_LEAD_S", 0.3)
+    script = [SCRIPT[0], *[0.05, Delta("a")] * 6, ANSWER]
+
+    async def beside(server):
+        return await load._beside_streams(server, [QUESTION] * 2, [0.2, 0.2], [QUESTION] * 100, num_streams=4)
+
+    (asked, gaps), pipeline = measured(script, beside)
+    assert len(asked) == 2 and 4 <= len(pipeline.asked) - 2 < 20  # as many as the questions took
+    assert 20 < len(gaps) < 100 and sorted(gaps)[len(gaps) // 2] == pytest.approx(0.05, abs=0.03)
+
+
+def test_both_servers_meet_the_same_arrivals():
+    slow, quick = (load._gaps(Load(questions=50), rate) for rate in (0.5, 5.0))
+    assert slow == pytest.approx([10 * gap for gap in quick]) and 1 < sum(slow) / 50 < 3
+
+
+def test_what_is_sustained_lies_between_two_rates():
+    rows = [
+        {"part": "rate", "system": "ragkv", "rate": rate, "ttft_p90_ms": ms}
+        for rate, ms in ((0.3, 9000.0), (0.1, 1000.0), (0.2, 3000.0))
+    ]
+    assert sustained(rows, "ragkv", 2000) == pytest.approx(0.15)
+    assert sustained(rows, "ragkv", 6000) == pytest.approx(0.25)
+    assert sustained(rows, "ragkv", 500) is None and sustained(rows, "ragkv", 9500) is None
+    assert sustained(rows, "vllm", 2000) is None
