@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import ragkv
 from ragkv import cli
 from ragkv.answer import Answer, Source, Timings, Usage
-from ragkv.cli import output
+from ragkv.cli import eval_output, output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
 from ragkv.home import Home, Owner
@@ -439,7 +439,7 @@ def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
         "probe_ms": 300.4,
         "recompute_ms": 800.6,
     }
-    output.print_ttft([row])
+    eval_output.print_ttft([row])
     expected = ["7,168", "query:0.15", "12,346", "1,234", "10.0×", "100", "300", "801", "6,900", "268"]
     assert capsys.readouterr().out.splitlines()[-1].split() == expected
 

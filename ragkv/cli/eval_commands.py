@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.cli import output
+from ragkv.cli import eval_output
 from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, log_in_errors, prepare
@@ -50,7 +50,7 @@ def ttft(
     with err.status("measuring"), log_in_errors(config):
         asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit, cold=cold))
     if not as_json:
-        output.print_ttft(rows)
+        eval_output.print_ttft(rows)
 
 
 def quality(
@@ -85,13 +85,13 @@ def quality(
     out = out or config.home / "evals" / name
     prepare(log_file(config), verbose)
     settings = evaluation.Settings(examples, captures, ttft_examples, config.index.chunk_tokens)
-    with output.ExampleBar(dataset) as bar, log_in_errors(config):
+    with eval_output.ExampleBar(dataset) as bar, log_in_errors(config):
         rows = asyncio.run(evaluation.run(config, loaded, arms, settings, out, bar.update))
     for row in rows:
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        output.print_quality(rows)
+        eval_output.print_quality(rows)
         err.print(f"by example: {out}", style="dim", markup=False)
 
 
@@ -133,7 +133,7 @@ def retrieval(
     loaded = embedding.Embedder(models.resolve(config.index.embedder, config.home))
     models_used = {"embedder": Path(config.index.embedder).name, "reranker": name and Path(name).name}
     rows = []
-    with output.ExampleBar(dataset) as bar:
+    with eval_output.ExampleBar(dataset) as bar:
         for row in evaluation.run(
             dataset, collection, loaded, reranker, lengths, config.retrieval.candidates, bar.update
         ):
@@ -142,7 +142,7 @@ def retrieval(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        output.print_retrieval(rows)
+        eval_output.print_retrieval(rows)
 
 
 def cache(
@@ -160,7 +160,7 @@ def cache(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        output.print_cache(rows)
+        eval_output.print_cache(rows)
 
 
 def faults(
@@ -173,13 +173,13 @@ def faults(
     from ragkv.evals import faults as evaluation
 
     rows = []
-    with output.RoundLine() as line:
+    with eval_output.RoundLine() as line:
         for row in evaluation.run(kills, flips, seed, line.update):
             rows.append(row)
             if as_json:
                 typer.echo(json.dumps(row))
     if not as_json:
-        output.print_faults(rows)
+        eval_output.print_faults(rows)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
 
@@ -209,7 +209,7 @@ def churn(
         return
     with err.status("starting") as status:
         (row,) = evaluation.run(config, seconds, kills, seed, status.update)
-    typer.echo(json.dumps(row)) if as_json else output.print_churn(row)
+    typer.echo(json.dumps(row)) if as_json else eval_output.print_churn(row)
     if row["problems"]:
         raise typer.Exit(1)
 
@@ -232,7 +232,7 @@ def soak(
 
     with err.status("starting") as status:
         (row,) = evaluation.run(config, seconds, clients, seed, status.update)
-    typer.echo(json.dumps(row)) if as_json else output.print_soak(row)
+    typer.echo(json.dumps(row)) if as_json else eval_output.print_soak(row)
     if row["problems"]:
         raise typer.Exit(1)
 
@@ -270,7 +270,7 @@ def load(
     if out is not None:
         evaluation.draw(rows, out)
     if not as_json:
-        output.print_load(rows)
+        eval_output.print_load(rows)
 
 
 def swap(
@@ -310,7 +310,7 @@ def swap(
     if out is not None:
         evaluation.draw(rows, out)
     if not as_json:
-        output.print_swap(rows)
+        eval_output.print_swap(rows)
 
 
 def timeline(
@@ -338,7 +338,7 @@ def timeline(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        output.print_timeline(rows)
+        eval_output.print_timeline(rows)
         err.print(f"picture: {out}", style="dim", markup=False)
 
 

@@ -4,7 +4,7 @@ import zlib
 import numpy as np
 import pytest
 
-from ragkv.cli import output
+from ragkv.cli import eval_output
 from ragkv.errors import ConfigError
 from ragkv.evals.retrieval import Collection, Task, load, run
 
@@ -88,7 +88,7 @@ def test_published_formats(tmp_path):
 
 def test_the_table_names_every_way(capsys):
     tasks = [Task(("fox ?",), frozenset(["fox red"])), Task(("gnu red", "cat ?"), frozenset(["cat black and white"]))]
-    output.print_retrieval(rows(tasks, reranker=Longest()))
+    eval_output.print_retrieval(rows(tasks, reranker=Longest()))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:5]] == [
         ["all,", "2", "vector"],

@@ -1,0 +1,228 @@
+"""What evaluations print. What else the command line prints: `ragkv.cli.output`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ragkv.cli.output import Bar, err, out
+
+
+def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval ttft --json` prints them."""
+    table = Table(title="Time to first token, medians in ms", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    columns = ("tokens", "policy", "full", "fused", "speed-up", "load", "probe", "recompute", "reused", "computed")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for row in rows:
+        stages = (f"{row[stage]:,.0f}" for stage in ("load_ms", "probe_ms", "recompute_ms"))
+        policy = row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}"
+        table.add_row(
+            f"{row['tokens']:,}",
+            f"{policy}, from disk" if row["cold"] else policy,
+            f"{row['baseline_ttft_ms']:,.0f}",
+            f"{row['ttft_ms']:,.0f}",
+            f"{row['speedup']:.1f}×",
+            *stages,
+            f"{row['reused_tokens']:,}",
+            f"{row['recomputed_tokens']:,}",
+        )
+    out.print(table)
+
+
+def print_retrieval(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval retrieval --json` prints them."""
+    table = Table("questions", "by", box=None, padding=(0, 2, 0, 0))
+    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    for depth in depths:
+        table.add_column(f"recall at {depth}", justify="right", no_wrap=True)
+        table.add_column("difference", justify="right", no_wrap=True)
+    for first in rows[:: len(depths)]:
+        way = [row for row in rows if all(row[name] == first[name] for name in ("turns", "mode", "reranked"))]
+        cells = (
+            cell
+            for row in way
+            for cell in (
+                f"{row['recall']:.3f}",
+                "{:+.3f} [dim]{:+.3f} to {:+.3f}[/]".format(row["difference"], *row["difference_interval"]),
+            )
+        )
+        by = f"{first['mode']}, reranked" if first["reranked"] else first["mode"]
+        table.add_row(f"{first['turns']}, {first['tasks']:,}", by, *cells)
+    out.width = max(out.width, 115)
+    out.print(table)
+
+
+def print_cache(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval cache --json` prints them."""
+    table = Table(title="Hits, % of the cost to recompute (% of chunks)", title_justify="left", box=None)
+    table.add_column("cache size", justify="right")
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    found = {(row["share"], row["policy"]): row for row in rows}
+    for share in dict.fromkeys(row["share"] for row in rows):
+        cells = (found[share, policy] for policy in policies)
+        table.add_row(f"{share:.1%}", *(f"{100 * c['cost_hit_rate']:.1f} ({100 * c['hit_rate']:.1f})" for c in cells))
+    out.print(table)
+
+
+def print_swap(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval swap --json` prints them."""
+    table = Table("MiB/s", box=None, padding=(0, 1))
+    for name in (
+        "stored",
+        "near",
+        "chunks",
+        "batch",
+        "tokens",
+        "prefill",
+        "fuse",
+        "controller",
+        "way",
+        "over prefill",
+        "over best",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        speed = "disk" if row["mib_s"] is None else f"{row['mib_s']:g}"
+        times = [f"{row[f'{name}_ms']:,.0f} ms" for name in ("prefill", "fuse", "controller")]
+        over = [f"{row[f'over_{name}_ms']:+,.0f} ms" for name in ("prefill", "best")]
+        arm = (f"{row['share']:.0%}", f"{row['near']:.0%}", f"{row['chunk_tokens']}", f"{row['batch']}")
+        table.add_row(speed, *arm, f"{row['tokens']:,}", *times, row["way"], *over)
+    out.print(table)
+
+
+def print_timeline(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval timeline --json` prints them."""
+    table = Table("KV from", box=None, padding=(0, 1))
+    for name in ("first token", "KV", "loading", "disk at work", "of it beside computing", "read before needed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        times = [f"{row[name]:,.0f} ms" for name in ("waited_ms", "disk_ms", "overlap_ms")]
+        table.add_row(row["kv"], f"{row['ttft_ms']:,.0f} ms", f"{row['mib']:,.0f} MiB", *times, f"{row['ahead']:.0%}")
+    out.print(table)
+
+
+def print_churn(row: dict[str, Any]) -> None:
+    """The row that `ragkv eval churn --json` prints."""
+    table = Table("", "start", "peak", "end", "allowed", box=None, padding=(0, 1))
+    memory, disk = row["memory_mib"], row["disk_mib"]
+    allowed = "" if disk["allowed"] is None else f"{disk['allowed']:,} MiB"
+    table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("start", "peak", "end", "allowed")))
+    table.add_row("disk", "", f"{disk['peak']:,} MiB", "", allowed)
+    table.add_row("descriptors and threads", f"{row['handles'][0]}", "", f"{row['handles'][-1]}", "")
+    out.print(table)
+    out.print(f"{row['kills']} kills, {row['compared']} answers compared with full prefill's, {row['steps']}")
+    for problem in row["problems"]:
+        out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
+def print_soak(row: dict[str, Any]) -> None:
+    """The row that `ragkv eval soak --json` prints."""
+    if "memory_mib" in row:
+        memory, handles = row["memory_mib"], row["handles"]
+        table = Table("", "warm", "end", "allowed", box=None, padding=(0, 1))
+        table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("warm", "end", "allowed")))
+        table.add_row("descriptors and threads", f"{handles['warm']:.0f}", f"{handles['end']:.0f}", "")
+        out.print(table)
+    out.print(f"{row['compared']} answers compared with full prefill's, {row['refused']} told to wait, {row['steps']}")
+    for problem in row["problems"]:
+        out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
+def print_load(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval load --json` prints them."""
+    table = Table("", "server", box=None, padding=(0, 1))
+    columns = ("arrivals/min", "questions", "TTFT 50%", "TTFT 90%", "between tokens 50%", "99%", "failed")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        rate = f"{60 * row['rate']:.1f}" if "rate" in row else ""
+        keys = ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p99_ms")
+        times = [f"{row[key]:,.0f} ms" if key in row else "" for key in keys]
+        table.add_row(row["part"], row["system"], rate, f"{row['questions']}", *times, f"{row['failed']}")
+    out.print(table)
+
+
+class RoundLine(Bar):
+    """Progress over the rounds of a fault campaign, without a thread: its processes are forked from this one."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=err,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, part: str, done: int, total: int) -> None:
+        if part not in self._tasks:
+            self._tasks[part] = self._progress.add_task(part)
+        self._progress.update(self._tasks[part], completed=done, total=total, refresh=True)
+
+
+def print_faults(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval faults --json` prints them."""
+    table = Table("", box=None, padding=(0, 1, 0, 0))
+    for name in ("rounds", "failed", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("of which")
+    for row in rows:
+        counts = ", ".join(f"{count} {name}" for name, count in row["outcomes"].items())
+        note = f"skipped: {row['skipped']}" if row["skipped"] else counts
+        table.add_row(
+            row["part"],
+            f"{row['rounds']:,}",
+            f"{row['failed']:,}",
+            f"{row['seconds']:,.0f}",
+            Text(note, overflow="fold"),
+        )
+    out.print(table)
+    for row in rows:
+        for failure in row["failures"]:
+            problem = f"{row['part']}, seed {failure['seed']}: {failure['problem']}"
+            out.print(problem, style="red", markup=False, soft_wrap=True)
+
+
+class ExampleBar(Bar):
+    """Progress over the examples of an evaluation."""
+
+    def __init__(self, name: str) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=err)
+        self._task = self._progress.add_task(name, total=None)
+
+    def update(self, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+
+def print_quality(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval quality --json` prints them."""
+    first = rows[0]
+    title = f"{first['dataset']}, {first['examples']} examples: drift from full prefill, with 95% intervals"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in ("policy", "KV", "KL", "", "agree", "gold NLL", first["score_name"], "full", "TTFT", "full"):
+        table.add_column(name, justify="left" if name in ("policy", "KV") else "right", no_wrap=True)
+    for row in rows:
+        times = (row["ttft_ms"], row["baseline_ttft_ms"])
+        table.add_row(
+            row["policy"] if row["policy"] in ("none", "full") else f"{row['policy']}:{row['budget']:g}",
+            row["kv"],
+            f"{row['kl']:.4f}",
+            "[dim]{:.4f} to {:.4f}[/]".format(*row["kl_interval"]),
+            f"{row['agreement']:.3f}",
+            f"{row['gold_nll_difference']:+.3f}",
+            f"{row['score']:.3f}",
+            f"{row['score_full']:.3f}",
+            *(f"{value:,.0f} ms" if value else "-" for value in times),
+        )
+    out.width = max(out.width, 115)  # names are long: rather lines that wrap than values cut off
+    out.print(table)
