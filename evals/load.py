@@ -39,7 +39,7 @@ from ragkv.evals.watched import as_environment, watched
 
 SYSTEMS = ("vllm", "ragkv")
 _START_S = 600  # what a server may take to begin, and to index
-_CHARACTERS = 4000  # of a document: two chunks
+_CHARACTERS, _CHUNK_TOKENS = 2100, 640  # of a document, which is one chunk of about 500 tokens
 _STREAM_TOKENS, _ANSWER_TOKENS = 200, 16
 _LEAD_S = 10  # the streams decode before the first question comes
 _INSTRUCTION = "Answer the question using only the documents below. Be brief.\n\n"
@@ -144,8 +144,9 @@ async def run(
         report("asking one after the other")
         rates = {}
         for name, server in servers.items():
+            batch = [await questions.next() for _ in range(4)]
             with server.awake():
-                alone = await _one_by_one(server, [await questions.next() for _ in range(4)])
+                alone = await _one_by_one(server, batch)
             emit({"part": "alone", "system": name, **_row(alone[1:])})
             rates[name] = 1 / float(np.mean([timed.ttft for timed in alone[1:]]))
         for name, server in servers.items():
@@ -270,7 +271,8 @@ async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterat
             "VLLM_LOGGING_LEVEL": "ERROR",
             **({} if config.model.compile else {"TORCH_COMPILE_DISABLE": "1"}),
         }
-        environment = {**os.environ, **same, **as_environment(config, home), "RAGKV_INDEX__CAPTURES": "1"}
+        environment = {**os.environ, **same, **as_environment(config, home)}
+        environment |= {"RAGKV_INDEX__CAPTURES": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
         servers = {}
         for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):
             report(f"starting {kind}")

@@ -243,7 +243,7 @@ def load(
     shares: Annotated[
         str, typer.Option(help="Rates of arrival, as shares of what each server answers one after the other.")
     ] = "0.4,0.6,0.8,0.95",
-    top_k: Annotated[int, typer.Option(min=1, help="Chunks of a question, 512 tokens each.")] = 8,
+    top_k: Annotated[int, typer.Option(min=1, help="Chunks of a question, some 500 tokens each.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the questions and the arrivals.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A picture of it.")] = None,
     as_json: AsJson = False,
