@@ -21,6 +21,7 @@ _MAX_NAME = 500
 _ERRORS: dict[int, str] = {
     400: "The body can't be read",
     404: "There is no such thing, or no longer",
+    408: "The body stopped coming, or came too slowly",
     409: "The home is being changed by another process",
     413: "The upload is too large",
     422: "Something in the request can't be used",
@@ -123,7 +124,7 @@ class SearchResponse(BaseModel):
 def documents(tenants: Tenants) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    @router.post("/documents", status_code=202, responses=_errors(400, 413, 429, 503))
+    @router.post("/documents", status_code=202, responses=_errors(400, 408, 413, 429, 503))
     async def upload(
         request: Request,
         response: Response,
@@ -215,7 +216,7 @@ def documents(tenants: Tenants) -> APIRouter:
             size_bytes=deletion.size_bytes,
         )
 
-    @router.post("/search", responses=_errors(400, 429))
+    @router.post("/search", responses=_errors(400, 408, 429))
     async def search(body: SearchRequest, request: Request) -> SearchResponse:
         """The chunks that a question would be answered from."""
         tenant = tenants.of(request)

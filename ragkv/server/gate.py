@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import MAIN
+from ragkv.server.patience import in_time
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
@@ -61,10 +62,11 @@ def _is_local(host: str) -> bool:
 
 class Gate:
     """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
-    max_upload_bytes: of a body that holds documents."""
+    max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming."""
 
-    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int) -> None:
-        self._app, self._holders, self._max_upload_bytes = app, dict(holders), max_upload_bytes
+    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
+        self._app, self._holders = app, dict(holders)
+        self._max_upload_bytes, self._max_pause_s = max_upload_bytes, max_pause_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +85,7 @@ class Gate:
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
             response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413, {"Connection": "close"})
         else:
-            await self._app(scope, _measured(receive, max_bytes), send)
+            await self._app(scope, _measured(in_time(receive, self._max_pause_s), max_bytes), send)
             return
         await response(scope, receive, send)
 
