@@ -69,7 +69,9 @@ class Job(BaseModel):
 
 
 class JobList(BaseModel):
-    jobs: list[Job] = Field(description="Newest first. Finished ones are forgotten when the server restarts")
+    jobs: list[Job] = Field(
+        description="Newest first. Of finished ones the newest are remembered, until the server restarts"
+    )
 
 
 class DocumentResponse(BaseModel):
@@ -163,7 +165,9 @@ def documents(tenants: Tenants) -> APIRouter:
         """How far an upload is."""
         found = tenants.of(request).uploads.get(id)
         if found is None:
-            raise HTTPException(404, f"there is no job {id!r}; finished ones are forgotten when the server restarts")
+            raise HTTPException(
+                404, f"there is no job {id!r}; old ones are forgotten, and all finished ones when the server restarts"
+            )
         return Job.of(found)
 
     @router.get("/documents", responses=_errors())
