@@ -208,7 +208,8 @@ def documents(tenants: Tenants) -> APIRouter:
         taken back."""
         tenant = tenants.of(request)
         withdrawn = await anyio.to_thread.run_sync(tenant.uploads.withdraw, name)
-        ids = await anyio.to_thread.run_sync(_meant, tenant.pipeline.document_ids(), name)
+        known = await anyio.to_thread.run_sync(tenant.pipeline.document_ids_of, name)
+        ids = {id for id in known if name in (id, source_file(id))}
         if not ids | withdrawn:
             raise _no_document(name)
         deletion = await tenant.pipeline.delete(ids | withdrawn)
@@ -252,10 +253,6 @@ def _names(files: Sequence[UploadFile]) -> list[str]:
 def _save(file: UploadFile, path: Path) -> None:
     with path.open("wb") as target:
         copyfileobj(file.file, target)
-
-
-def _meant(ids: Sequence[str], name: str) -> set[str]:
-    return {id for id in ids if name in (id, source_file(id))}
 
 
 def _fields(info: Any) -> dict[str, Any]:

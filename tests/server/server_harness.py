@@ -89,8 +89,8 @@ class Library:
     def documents(self, after="", limit=None):
         return self._catalog.documents(after, limit)
 
-    def document_ids(self):
-        return self._catalog.document_ids()
+    def document_ids_of(self, name):
+        return self._catalog.document_ids_of(name)
 
     def document(self, id):
         info = self._catalog.document(id)
