@@ -152,3 +152,19 @@ def test_many_of_them_are_in_nobodys_way(client) -> None:
         assert client.post("/v1/answer", json={"question": "who?"}).status_code == 200
         said = [told(connection, b"") for connection in slow]
     assert [b" 408 " in each for each in said] == [head is not ASK for head in heads] * 50
+
+
+def test_what_they_make_the_server_hold_is_bounded(client, monkeypatch) -> None:
+    monkeypatch.setattr("ragkv.server.gate.MAX_HELD_BYTES", 1_000_000)
+    head = ASK + b"Content-Length: 900000\r\n\r\n"
+    with connected(client, head + b" " * 800_000) as first:
+        time.sleep(PAUSE_S / 5)
+        assert client.get("/healthz").status_code == 200
+        with connected(client, head + b" " * 800_000) as second:
+            second.settimeout(5)
+            said = second.recv(1 << 16)
+        assert b" 429 " in said and b"\r\nretry-after: 1\r\n" in said
+        assert b" 408 " in told(first, b"")
+    for _ in range(3):  # nothing of it is held any more, and one alone may be larger
+        body = QUESTION + b" " * 1_500_000
+        assert client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"}).status_code == 200
