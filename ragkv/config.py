@@ -171,6 +171,13 @@ class ServerConfig(Section):
     max_requests: int = Field(256, ge=1, description="Questions worked on at a time; who asks more is told to wait")
     log: Literal["text", "json"] = Field("text", description="How requests and events are logged, on stderr")
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
+    max_pause_s: float = Field(
+        60.0,
+        gt=0,
+        le=86_400,
+        description="How long a client is waited for that sends nothing more of its request, or takes nothing more of "
+        "its answer, in seconds",
+    )
 
 
 class TenantConfig(Section):

@@ -70,8 +70,8 @@ class Indexer:
             found = Found()
             await asyncio.to_thread(self._consider_all, documents, found, report)
             await self._index(found, report, progress, is_withdrawn)
-            ids = self._corpus.catalog.document_ids()
-            vanished = [id for id in ids if source_file(id) in found.files and id not in found.documents]
+            ids = {id for file in found.files for id in self._corpus.catalog.document_ids_of(file)}
+            vanished = [id for id in sorted(ids - found.documents) if source_file(id) in found.files]
             await self._finish(vanished, found, report, hint)
             return report
 

@@ -170,8 +170,9 @@ class Pipeline:
         """As `Catalog.documents`, of the tenant's own."""
         return self._own.catalog.documents(after, limit)
 
-    def document_ids(self) -> list[str]:
-        return self._own.catalog.document_ids()
+    def document_ids_of(self, name: str) -> list[str]:
+        """As `Catalog.document_ids_of`, of the tenant's own."""
+        return self._own.catalog.document_ids_of(name)
 
     @property
     def text_bytes(self) -> int:

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -31,7 +32,7 @@ MAX_WAITING = 100  # uploads
 BUSY_S, PAUSE_S = 2.0, 60.0  # until an upload is tried again: the home is busy; the disk is full, say
 _READ_S = 150  # what reading an upload may take: more than the CPU time that it gets
 _READERS = 2
-_NUM_FINISHED = 1000  # that are remembered
+_NUM_FINISHED, _NUM_FINISHED_FILES = 1000, 10_000  # uploads that are remembered, and their files
 _DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
 
 Status = Literal["waiting", "running", "done", "failed"]
@@ -72,6 +73,7 @@ class Uploads:
         self._uploads: dict[str, Upload] = {}
         self._there = asyncio.Event()
         self._reading = asyncio.Semaphore(_READERS)
+        self._withdrawing = threading.Lock()
         self._num_reading = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -124,23 +126,27 @@ class Uploads:
         return upload
 
     def withdraw(self, name: str) -> set[str]:
-        """Take documents back that aren't indexed yet: by id, or all of a file. Returns their ids."""
+        """Take documents back that aren't indexed yet: by id, or all of a file. Returns their ids. For any thread."""
         found = set()
-        for upload in self._uploads.values():
-            if upload.status == "done":
-                continue
-            path = self._folder / upload.id / _DOCUMENTS
-            documents = list(parse.read_documents(path))
-            gone = {each.id for each in documents if name in (each.id, source_file(each.id))}
-            if gone:
-                upload.withdrawn |= gone
-                parse.rewrite(path, (each for each in documents if each.id not in gone))
-                found |= gone
+        with self._withdrawing:  # two at a time would write back what the other takes out
+            for upload in list(self._uploads.values()):
+                if upload.status == "done":
+                    continue
+                path = self._folder / upload.id / _DOCUMENTS
+                with suppress(FileNotFoundError):  # it is done by now
+                    documents = list(parse.read_documents(path))
+                    gone = {each.id for each in documents if name in (each.id, source_file(each.id))}
+                    if gone:
+                        upload.withdrawn |= gone
+                        found |= gone
+                        parse.rewrite(path, (each for each in documents if each.id not in gone))
         return found
 
     def _check_room(self, room: int | None) -> None:
+        if room is None:
+            return
         waiting = sum(file.stat().st_size for file in self._folder.glob(f"*/{_DOCUMENTS}"))
-        if room is not None and waiting > room:
+        if waiting > room:
             raise QuotaError(
                 f"there is room for {max(0, room)} bytes of text more, this is {waiting}; delete documents"
             )
@@ -192,11 +198,18 @@ class Uploads:
             upload.status, upload.error = "failed", "something went wrong; see the server's log"
             return 0
         upload.status, upload.error = "done", None
-        shutil.rmtree(folder, ignore_errors=True)
-        finished = [id for id, each in self._uploads.items() if each.status == "done"]
-        for id in finished[:-_NUM_FINISHED]:
-            del self._uploads[id]
+        with suppress(OSError):  # what can't be removed is indexed again by the next process, which costs nothing
+            leftover = folder.rename(folder.with_suffix(_UNFINISHED))  # so that no half of it is found then
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._forget_oldest()
         return 0
+
+    def _forget_oldest(self) -> None:
+        num_uploads = num_files = 0
+        for upload in [each for each in self.all() if each.status == "done"]:
+            num_uploads, num_files = num_uploads + 1, num_files + len(upload.names)
+            if num_uploads > _NUM_FINISHED or num_files > _NUM_FINISHED_FILES:
+                del self._uploads[upload.id]
 
 
 async def _read(out: Path, files: Collection[tuple[Path, str]]) -> None:

@@ -1,10 +1,56 @@
-"""Uploads without a server: what is withdrawn stays withdrawn, whenever it happens."""
+"""Uploads without a server: what is withdrawn stays withdrawn, and many of them leave nothing behind."""
 
 import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
 
-from ragkv.errors import BusyError
+import pytest
+
+from ragkv import uploads as module
+from ragkv.errors import BusyError, OverloadedError
 from ragkv.ingestion import IngestReport
-from ragkv.uploads import Uploads
+from ragkv.retriever import parse
+from ragkv.uploads import MAX_WAITING, Uploads
+
+
+async def ingest_at_once(documents, progress, hint, is_withdrawn):
+    return IngestReport()
+
+
+async def ingest_never(documents, progress, hint, is_withdrawn):
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def opened(folder, ingest):
+    uploads = Uploads(folder, ingest)
+    uploads.start()
+    yield uploads
+    await uploads.close()
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it doesn't happen")
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """No process reads the files: their names are their texts."""
+
+    async def read(out, files):
+        fields = [{"id": name, "title": name, "text": name, "markdown": False} for _, name in files]
+        out.write_text("".join(f"{json.dumps(each)}\n" for each in fields))
+
+    monkeypatch.setattr(module, "_read", read)
+
+
+def files(*names):
+    return [(None, name) for name in names]
 
 
 def test_a_document_withdrawn_between_two_tries_stays_away(tmp_path, monkeypatch):
@@ -26,12 +72,122 @@ def test_a_document_withdrawn_between_two_tries_stays_away(tmp_path, monkeypatch
         for file, name in files:
             file.write_text(name)
         upload = await uploads.add(files)
-        for _ in range(500):
-            if upload.status == "done":
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: upload.status == "done")
         await uploads.close()
 
     uploads = Uploads(tmp_path / "uploads", ingest)
     asyncio.run(run())
     assert tries == [["a.txt", "b.txt"], ["b.txt"]]
+
+
+def test_thousands_of_uploads_leave_nothing_but_the_newest(tmp_path, unread, monkeypatch):
+    monkeypatch.setattr(module.os, "fsync", lambda _: None)  # most of the time that this takes
+
+    async def run():
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            for i in range(2000):
+                await uploads.add(files(f"{i}.txt"))
+                await until(lambda: uploads.num_waiting < MAX_WAITING)
+            await until(lambda: not uploads.num_waiting)
+            assert [upload.names for upload in uploads.all()] == [[f"{i}.txt"] for i in range(1999, 999, -1)]
+            assert list(tmp_path.iterdir()) == []
+
+    asyncio.run(run())
+
+
+def test_of_large_uploads_fewer_are_remembered(tmp_path, unread, monkeypatch):
+    monkeypatch.setattr(module, "_NUM_FINISHED_FILES", 10)
+
+    async def run():
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            for i in range(10):
+                await uploads.add(files(*(f"{i}-{j}.txt" for j in range(4))))
+            await until(lambda: not uploads.num_waiting)
+            assert [upload.names[0] for upload in uploads.all()] == ["9-0.txt", "8-0.txt"]
+
+    asyncio.run(run())
+
+
+def test_while_nothing_is_indexed_only_so_many_wait(tmp_path, unread):
+    async def run():
+        async with opened(tmp_path, ingest_never) as uploads:
+            refused = 0
+            for i in range(3000):
+                try:
+                    await uploads.add(files(f"{i}.txt"))
+                except OverloadedError:
+                    refused += 1
+            assert (len(uploads.all()), refused) == (MAX_WAITING, 3000 - MAX_WAITING)
+        assert len(list(tmp_path.iterdir())) == MAX_WAITING
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            await until(lambda: not uploads.num_waiting)
+        assert list(tmp_path.iterdir()) == []
+
+    asyncio.run(run())
+
+
+def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unread, monkeypatch):
+    rewrite, withdrawing = parse.rewrite, asyncio.Event()
+
+    async def ingest(documents, progress, hint, is_withdrawn):
+        await withdrawing.wait()
+        return IngestReport()
+
+    async def run():
+        loop = asyncio.get_running_loop()
+
+        async def meanwhile():
+            withdrawing.set()
+            await uploads.add(files("b.txt"))
+            await until(lambda: not uploads.num_waiting)
+
+        def rewrite_later(path, documents):
+            asyncio.run_coroutine_threadsafe(meanwhile(), loop).result(10)
+            rewrite(path, documents)
+
+        monkeypatch.setattr(parse, "rewrite", rewrite_later)
+        async with opened(tmp_path, ingest) as uploads:
+            await uploads.add(files("a.txt"))
+            assert await asyncio.to_thread(uploads.withdraw, "a.txt") == {"a.txt"}
+        assert list(tmp_path.iterdir()) == []
+
+    asyncio.run(run())
+
+
+def test_documents_that_are_withdrawn_at_a_time_are_all_gone(tmp_path, unread, monkeypatch):
+    rewrite = parse.rewrite
+
+    def rewrite_slowly(path, documents):
+        time.sleep(0.1)
+        rewrite(path, documents)
+
+    monkeypatch.setattr(parse, "rewrite", rewrite_slowly)
+
+    async def run():
+        async with opened(tmp_path, ingest_never) as uploads:
+            await uploads.add(files("a.txt", "b.txt", "c.txt"))
+            await asyncio.gather(*(asyncio.to_thread(uploads.withdraw, name) for name in ("a.txt", "b.txt")))
+        (left,) = tmp_path.glob("*/documents.jsonl")
+        assert [document.id for document in parse.read_documents(left)] == ["c.txt"]
+
+    asyncio.run(run())
+
+
+def test_what_a_killed_process_had_begun_to_remove_is_no_obstacle(tmp_path, unread, monkeypatch):
+    monkeypatch.setattr(module.shutil, "rmtree", lambda path, **_: (path / "upload.json").unlink(missing_ok=True))
+
+    async def run(folder):
+        async with opened(folder, ingest_at_once) as uploads:
+            await uploads.add(files("a.txt"))
+            await until(lambda: not uploads.num_waiting)
+
+    asyncio.run(run(tmp_path))
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+
+    async def restart():
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            assert uploads.all() == []
+
+    asyncio.run(restart())
+    assert list(tmp_path.iterdir()) == []

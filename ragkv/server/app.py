@@ -31,7 +31,8 @@ def create_app(tenants: Tenants) -> FastAPI:
     config, main = tenants.config, tenants.main.pipeline
     holders = config.holders()
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
-    app.add_middleware(Gate, holders=holders, max_upload_bytes=round(config.server.max_upload_mib * (1 << 20)))
+    max_upload_bytes = round(config.server.max_upload_mib * (1 << 20))
+    app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.server.max_pause_s)
     app.add_middleware(Telemetry)
     bearer = HTTPBearer(auto_error=False, description="A key of the server's. The gate looks at it")
     guarded = APIRouter(dependencies=[Security(bearer)] if holders else [], responses={401: ERRORS[401]})

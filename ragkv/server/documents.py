@@ -21,6 +21,7 @@ _MAX_NAME = 500
 _ERRORS: dict[int, str] = {
     400: "The body can't be read",
     404: "There is no such thing, or no longer",
+    408: "The body stopped coming, or came too slowly",
     409: "The home is being changed by another process",
     413: "The upload is too large",
     422: "Something in the request can't be used",
@@ -68,7 +69,9 @@ class Job(BaseModel):
 
 
 class JobList(BaseModel):
-    jobs: list[Job] = Field(description="Newest first. Finished ones are forgotten when the server restarts")
+    jobs: list[Job] = Field(
+        description="Newest first. Of finished ones the newest are remembered, until the server restarts"
+    )
 
 
 class DocumentResponse(BaseModel):
@@ -123,7 +126,7 @@ class SearchResponse(BaseModel):
 def documents(tenants: Tenants) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    @router.post("/documents", status_code=202, responses=_errors(400, 413, 429, 503))
+    @router.post("/documents", status_code=202, responses=_errors(400, 408, 413, 429, 503))
     async def upload(
         request: Request,
         response: Response,
@@ -162,7 +165,9 @@ def documents(tenants: Tenants) -> APIRouter:
         """How far an upload is."""
         found = tenants.of(request).uploads.get(id)
         if found is None:
-            raise HTTPException(404, f"there is no job {id!r}; finished ones are forgotten when the server restarts")
+            raise HTTPException(
+                404, f"there is no job {id!r}; old ones are forgotten, and all finished ones when the server restarts"
+            )
         return Job.of(found)
 
     @router.get("/documents", responses=_errors())
@@ -203,7 +208,8 @@ def documents(tenants: Tenants) -> APIRouter:
         taken back."""
         tenant = tenants.of(request)
         withdrawn = await anyio.to_thread.run_sync(tenant.uploads.withdraw, name)
-        ids = await anyio.to_thread.run_sync(_meant, tenant.pipeline.document_ids(), name)
+        known = await anyio.to_thread.run_sync(tenant.pipeline.document_ids_of, name)
+        ids = {id for id in known if name in (id, source_file(id))}
         if not ids | withdrawn:
             raise _no_document(name)
         deletion = await tenant.pipeline.delete(ids | withdrawn)
@@ -215,7 +221,7 @@ def documents(tenants: Tenants) -> APIRouter:
             size_bytes=deletion.size_bytes,
         )
 
-    @router.post("/search", responses=_errors(400, 429))
+    @router.post("/search", responses=_errors(400, 408, 429))
     async def search(body: SearchRequest, request: Request) -> SearchResponse:
         """The chunks that a question would be answered from."""
         tenant = tenants.of(request)
@@ -247,10 +253,6 @@ def _names(files: Sequence[UploadFile]) -> list[str]:
 def _save(file: UploadFile, path: Path) -> None:
     with path.open("wb") as target:
         copyfileobj(file.file, target)
-
-
-def _meant(ids: Sequence[str], name: str) -> set[str]:
-    return {id for id in ids if name in (id, source_file(id))}
 
 
 def _fields(info: Any) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,9 +17,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import MAIN
+from ragkv.server.patience import in_time
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
+MAX_HELD_BYTES = 512 << 20  # of the bodies of one tenant's requests together
 UPLOADS = "/v1/documents"
 OPEN = {
     "/",
@@ -61,10 +65,12 @@ def _is_local(host: str) -> bool:
 
 class Gate:
     """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
-    max_upload_bytes: of a body that holds documents."""
+    max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming."""
 
-    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int) -> None:
-        self._app, self._holders, self._max_upload_bytes = app, dict(holders), max_upload_bytes
+    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
+        self._app, self._holders = app, dict(holders)
+        self._max_upload_bytes, self._max_pause_s = max_upload_bytes, max_pause_s
+        self._held_bytes: Counter[str | None] = Counter()  # by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,9 +89,33 @@ class Gate:
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
             response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413, {"Connection": "close"})
         else:
-            await self._app(scope, _measured(receive, max_bytes), send)
+            with self._measured(in_time(receive, self._max_pause_s), max_bytes, tenant) as measured:
+                await self._app(scope, measured, send)
             return
         await response(scope, receive, send)
+
+    @contextmanager
+    def _measured(self, receive: Receive, max_bytes: int, tenant: str | None) -> Iterator[Receive]:
+        """As `receive`, for bodies that don't say their length, and for many at a time. Raises HTTPException."""
+        num_bytes, held = 0, self._held_bytes
+
+        async def measured() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            more = len(message.get("body", b""))
+            num_bytes += more
+            held[tenant] += more
+            if num_bytes > max_bytes:
+                raise HTTPException(413, _too_large(max_bytes))
+            if MAX_HELD_BYTES < held[tenant] != num_bytes:  # alone, a body may be as large as uploads may
+                text = f"your requests at a time have more than {MAX_HELD_BYTES} bytes; send fewer"
+                raise HTTPException(429, text, {"Retry-After": "1", "Connection": "close"})
+            return message
+
+        try:
+            yield measured
+        finally:
+            held[tenant] -= num_bytes
 
     def _stranger(self, method: str, headers: Headers) -> str | None:
         """Why a request comes from somebody else's page in a browser that may reach this server, None if it doesn't."""
@@ -113,18 +143,3 @@ class Gate:
 
 def _too_large(max_bytes: int) -> str:
     return f"the request has more than {max_bytes} bytes; send less"
-
-
-def _measured(receive: Receive, max_bytes: int) -> Receive:
-    """As `receive`, for bodies that don't say their length. Raises HTTPException."""
-    num_bytes = 0
-
-    async def measured() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > max_bytes:
-            raise HTTPException(413, _too_large(max_bytes))
-        return message
-
-    return measured

@@ -14,6 +14,7 @@ from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
+from ragkv.server.patience import listen
 from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import Pipeline
@@ -71,7 +72,7 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
         tenants.start()
         keeper = asyncio.create_task(_keep_running(tenants.main.pipeline))
         try:
-            await uvicorn.Server(settings).serve(sockets=[listener])
+            await listen(uvicorn.Server(settings), listener, tenants.config.server.max_pause_s)
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)

@@ -80,7 +80,7 @@ class Pipeline(Protocol):
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]: ...
 
-    def document_ids(self) -> list[str]: ...
+    def document_ids_of(self, name: str) -> list[str]: ...
 
     def document(self, id: str) -> tuple[DocumentInfo, list[tuple[Chunk, bool]]] | None: ...
 
@@ -181,6 +181,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "The body can't be read",
         401: "A key is missing or unknown",
+        408: "The body stopped coming, or came too slowly",
         413: "The question doesn't fit into the model's context",
         422: "Something in the request can't be used",
         429: "Too much is being worked on, or asked for in a minute; Retry-After says when to try again",

@@ -84,6 +84,14 @@ def test_shared_chunk_is_referenced_until_both_are_gone(catalog: Catalog, put: P
     assert catalog.chunk_hashes() == set() and catalog.unreferenced([]) == set()
 
 
+def test_documents_of_a_name(catalog: Catalog, put: Put) -> None:
+    for id in ("a", "a!", "a#", "a#1", "a#é", "a#\U0010ffff", "a$", "a.txt", "A#1", "b#1"):
+        put(catalog, id, id)
+    assert catalog.document_ids_of("a") == ["a", "a#", "a#1", "a#é", "a#\U0010ffff"]
+    assert catalog.document_ids_of("a#1") == ["a#1"] and catalog.document_ids_of("b") == ["b#1"]
+    assert catalog.document_ids_of("") == catalog.document_ids_of("c") == []
+
+
 def test_document_without_chunks(catalog: Catalog) -> None:
     catalog.put_document("a", "A", "d", [], np.empty((0, 0), np.float32))
     assert catalog.documents() == [DocumentInfo("a", "A", 0, 0, "d")]

@@ -23,6 +23,7 @@ from ragkv.ingestion import IngestProgress, IngestReport
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import source_file
+from ragkv.server.patience import listen
 from ragkv.server.tenants import Tenants
 from ragkv.upkeep import Deletion
 
@@ -88,8 +89,8 @@ class Library:
     def documents(self, after="", limit=None):
         return self._catalog.documents(after, limit)
 
-    def document_ids(self):
-        return self._catalog.document_ids()
+    def document_ids_of(self, name):
+        return self._catalog.document_ids_of(name)
 
     def document(self, id):
         info = self._catalog.document(id)
@@ -160,7 +161,7 @@ def running(
             https.append(uvicorn.Server(settings))
             tenants.start()
             there.set()
-            await https[0].serve(sockets=[listener])
+            await listen(https[0], listener, config.server.max_pause_s)
             await tenants.close()
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))

@@ -183,4 +183,4 @@ def test_the_interface_describes_both_forms(client) -> None:
     described = client.get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert described["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert {"404", "413", "422", "503"} < described.keys()
-    assert json.dumps(described).count("ErrorResponse") == 8
+    assert json.dumps(described).count("ErrorResponse") == 9

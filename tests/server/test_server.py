@@ -236,9 +236,9 @@ def test_many_at_once(pipeline, client) -> None:
 def test_the_schema_tells_it_all(client) -> None:
     schema = client.get("/openapi.json").json()
     operation = schema["paths"]["/v1/answer"]["post"]
-    assert operation["responses"].keys() == {"200", "400", "401", "413", "422", "429", "503", "504"}
+    assert operation["responses"].keys() == {"200", "400", "401", "408", "413", "422", "429", "503", "504"}
     assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
-    for status in ("401", "413", "422", "429", "503", "504"):
+    for status in ("401", "408", "413", "422", "429", "503", "504"):
         ref = operation["responses"][status]["content"]["application/json"]["schema"]["$ref"]
         assert ref.endswith("/ErrorResponse")
     schemas = schema["components"]["schemas"]
