@@ -49,7 +49,7 @@ _ASKING = "\n\nAnswer this question in one or two sentences, using only the docu
 @dataclass(frozen=True)
 class Load:
     """What to send. top_k: chunks of a question. streams: answers that are being decoded while questions arrive, for
-    the first part; questions: of each measurement. shares: rates of arrival, as shares of what a server could answer
+    the first part (0: without it); questions: of each measurement. shares: rates of arrival, as shares of what a server could answer
     one after the other."""
 
     top_k: int = 8
@@ -149,7 +149,7 @@ async def run(
                 alone = await _one_by_one(server, batch)
             emit({"part": "alone", "system": name, **_row(alone[1:])})
             rates[name] = 1 / float(np.mean([timed.ttft for timed in alone[1:]]))
-        for name, server in servers.items():
+        for name, server in servers.items() if load.streams else ():
             report(f"{name}: {load.questions} questions beside {load.streams} streams")
             batch = [await questions.next() for _ in range(load.questions)]
             streams = [await questions.next(1) for _ in range(200)]
@@ -267,11 +267,14 @@ async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterat
             alone += ["--max-model-len", str(config.model.max_model_len)]
         same = {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.model.kv_cache_gib))),
+            # By itself vLLM keeps a core free for its scheduler where it has no connector: half of a machine with two.
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "100000",  # a step may be stopped meanwhile
             "VLLM_LOGGING_LEVEL": "ERROR",
             **({} if config.model.compile else {"TORCH_COMPILE_DISABLE": "1"}),
         }
-        environment = {**os.environ, **same, **as_environment(config, home)}
+        environment = {**same, **os.environ, **as_environment(config, home)}
         environment |= {"RAGKV_INDEX__CAPTURES": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
         servers = {}
         for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):

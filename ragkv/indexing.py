@@ -120,7 +120,7 @@ class Indexer:
             if hint is not None:
                 self._at.store.hint(self._hashes_of(found.documents), hint)
             self._corpus.index.sync(self._corpus.catalog)
-            self._corpus.index.save()
+            self._corpus.index.save(few=False)
 
         async with self._at.capturing:
             await asyncio.to_thread(finish)

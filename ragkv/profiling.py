@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = (192, 512, 1280, 3072)  # of prompts, in tokens
 _BUDGETS = (0.05, 0.15)
 _REPEATS = 2
+_LONG_S = 8.0  # of rounds over one length: then no more are begun
 
 
 class ProfileFile:
@@ -57,7 +58,7 @@ class ProfileFile:
 
 
 async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:
-    """Half a minute of requests. None if the model's context holds no prompt that could be fused."""
+    """Half a minute of requests, a whole one on a slow machine. None if the context holds no prompt to be fused."""
     prefill: list[Sample] = []
     fused: list[Sample] = []
     keys: list[ChunkKey] = []
@@ -71,11 +72,15 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
             if budget == _BUDGETS[0]:
                 tasks.append(without(whole, range(1, 1 + len(digests) // 2)))
         runs: list[list[Timed]] = [[] for _ in tasks]
+        begin = time.perf_counter()
         for _ in range(1 + _REPEATS):
             for task, collected in zip(tasks, runs, strict=True):
                 collected.append(await bench.ask(prompt, task))
+            if time.perf_counter() - begin > _LONG_S:
+                break
         for task, collected in zip(tasks, runs, strict=True):
-            ttft_ms = median(timed.ttft_ms for timed in collected[1:])  # the first one warms up
+            # The first one warms up, which makes little difference where it is the only one.
+            ttft_ms = median(timed.ttft_ms for timed in collected[1:] or collected)
             num_tokens = len(prompt.token_ids)
             if task is None:
                 prefill.append(Sample(Load(num_tokens), ttft_ms))

@@ -9,6 +9,7 @@ from ragkv import models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
+from ragkv.errors import StoreError
 from ragkv.home import CAPTURES_SETTING, Home, Owner
 from ragkv.idle import Idle
 from ragkv.prompt import PromptLayout
@@ -109,6 +110,11 @@ class Workspace:
             await self.engine.close()
         self.store.close()
         for corpus in self._corpora.values():
+            try:
+                corpus.index.sync(corpus.catalog)
+                corpus.index.save()
+            except StoreError as error:  # the next process adds what is missing there
+                logger.warning("%s", error)
             corpus.catalog.close()
 
     @property

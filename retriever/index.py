@@ -22,6 +22,7 @@ from ragkv.retriever.catalog import Catalog
 log = logging.getLogger(__name__)
 
 BATCH = 4096  # vectors read from the catalogue at a time
+MANY = 0.1  # of the vectors in the file
 BLOCK = 1 << 20
 DIGEST_BYTES = 16
 HEADER = struct.Struct("<8s32sq")  # magic, identity, revision
@@ -41,7 +42,7 @@ class VectorIndex:
         self._index: Any = None  # faiss.IndexIDMap2, whose stubs don't know NumPy's arrays
         self._identity = ""
         self._revision = -1
-        self._saved_revision = -1
+        self._saved_revision, self._num_saved = -1, 0
         try:
             self._read()
         except FileNotFoundError:
@@ -65,11 +66,13 @@ class VectorIndex:
                 return False
             if self._identity != catalog.identity or self._revision > revision:
                 # another catalogue, or an older copy put back: the same ids may mean other chunks
-                self._index, self._identity, self._saved_revision = None, catalog.identity, -1
+                self._index, self._identity = None, catalog.identity
+                self._saved_revision, self._num_saved = -1, 0
             wanted = catalog.chunk_ids()
             held = set(self._ids())
             if gone := sorted(held - wanted):
                 self._index.remove_ids(np.array(gone, np.int64))
+                self._num_saved = 0  # the file must not keep them
             missing = sorted(wanted - held)
             for start in range(0, len(missing), BATCH):
                 self._add(*catalog.vectors(missing[start : start + BATCH]))
@@ -92,13 +95,16 @@ class VectorIndex:
             scores, ids = self._index.search(np.asarray(vector, np.float32)[None], top_k)
             return list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
 
-    def save(self) -> None:
+    def save(self, *, few: bool = True) -> None:
         """Write the file if anything changed since it was read or written: all or nothing, also without power.
 
-        Of two processes that save, the later one wins. Raises StoreError if there's no space left.
+        few: also if a few vectors were added and that is all, which the next `sync` would do again. Of two processes
+        that save, the later one wins. Raises StoreError if there's no space left.
         """
         with self._lock:
             if self._index is None or self._revision == self._saved_revision:
+                return
+            if not few and len(self) < (1 + MANY) * self._num_saved:
                 return
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +115,7 @@ class VectorIndex:
                 raise StoreError(
                     f"can't write '{self._path}' ({error}); free some space or check its rights"
                 ) from error
-            self._saved_revision = self._revision
+            self._saved_revision, self._num_saved = self._revision, len(self)
 
     def _ids(self) -> list[int]:
         ids: list[int] = faiss.vector_to_array(self._index.id_map).tolist() if self._index is not None else []
@@ -132,7 +138,7 @@ class VectorIndex:
         if not isinstance(index, faiss.IndexIDMap2):
             raise ValueError(f"it holds a {type(index).__name__}")
         self._index, self._identity, self._revision = index, identity.decode("ascii"), revision
-        self._saved_revision = revision
+        self._saved_revision, self._num_saved = revision, index.ntotal
 
     def _write(self) -> None:
         temporary = self._path.with_name(f"{self._path.name}.tmp")

@@ -238,7 +238,7 @@ def soak(
 
 
 def load(
-    streams: Annotated[int, typer.Option(min=1, help="Answers being decoded while questions arrive.")] = 8,
+    streams: Annotated[int, typer.Option(min=0, help="Answers being decoded while questions arrive, at first.")] = 8,
     questions: Annotated[int, typer.Option(min=4, help="Of each measurement.")] = 16,
     shares: Annotated[
         str, typer.Option(help="Rates of arrival, as shares of what each server answers one after the other.")

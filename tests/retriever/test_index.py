@@ -118,6 +118,28 @@ def test_save_writes_only_changes(tmp_path: Path, catalog: Catalog, put: Put) ->
     assert not (tmp_path / "index").exists()
 
 
+def test_few_new_vectors_wait_for_more_or_for_a_removal(tmp_path: Path, catalog: Catalog, put: Put) -> None:
+    """The file holds every vector: writing it after each of many uploads would take ever longer."""
+    index, file = VectorIndex(tmp_path / "index"), tmp_path / "index"
+
+    def writes(**few: bool) -> bool:
+        before = file.read_bytes() if file.exists() else b""
+        index.sync(catalog)
+        index.save(**few)
+        return file.read_bytes() != before
+
+    put(catalog, "a", *(f"text {i}" for i in range(20)))
+    assert writes(few=False)
+    put(catalog, "b", "one more")
+    assert not writes(few=False)
+    catalog.delete_document("b")
+    assert writes(few=False), "what is deleted must not stay in the file"
+    put(catalog, "c", "two more", "and three")
+    assert writes(few=False)
+    put(catalog, "d", "the last")
+    assert not writes(few=False) and writes()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
