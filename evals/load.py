@@ -49,8 +49,8 @@ _ASKING = "\n\nAnswer this question in one or two sentences, using only the docu
 @dataclass(frozen=True)
 class Load:
     """What to send. top_k: chunks of a question. streams: answers that are being decoded while questions arrive, for
-    the first part (0: without it); questions: of each measurement. shares: rates of arrival, as shares of what a server could answer
-    one after the other."""
+    the first part (0: without it); questions: of each measurement. shares: rates of arrival, as shares of what a server
+    could answer one after the other."""
 
     top_k: int = 8
     streams: int = 8
