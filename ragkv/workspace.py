@@ -48,9 +48,9 @@ class Workspace:
     """Opens a home, after checking that it belongs to the configured models, and loads the embedder. vLLM starts with
     the first work that needs it.
 
-    engine: None until then. store: another object afterwards. capturing: held by who captures chunks for documents that
-    are in no catalogue yet, and by who deletes what no catalogue has. Raises ModelError for a missing model, StoreError
-    for a home of another model or version.
+    engine: None until then. capturing: held by who captures chunks for documents that are in no catalogue yet, and by
+    who deletes what no catalogue has. Raises ModelError for a missing model, StoreError for a home of another model or
+    version.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -96,12 +96,10 @@ class Workspace:
                 await engine.close()
             if self.engine is None:
                 report(f"starting vLLM with {self.config.model.name}")
-                self.store.close()  # an open SQLite must not be carried into vLLM's processes
                 model = self.config.model
                 self.engine = await Engine.start(
                     self.folder, model, self.home.kv, self.owner.fingerprint, self.config.store.worker_options()
                 )
-                self.store = self.home.open_store()
                 self.main.catalog.put_setting(_UNSUPPORTED_SETTING, self.engine.unsupported or "")
             return self.engine
 

@@ -80,8 +80,8 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # A fork of this process, which has threads and has used OpenMP, may hang (vLLM itself spawns on CPU only).
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # A fork would carry open databases with it, and hang where OpenMP was used (vLLM itself spawns on CPU only).
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         from vllm import AsyncEngineArgs
         from vllm.config import KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM

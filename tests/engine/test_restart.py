@@ -65,7 +65,7 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
         transport = httpx.ASGITransport(create_app(served))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
 
-            async def upload(name):
+            async def upload(name, text=text):
                 response = await client.post("/v1/documents", files={"files": (name, text.encode())})
                 assert response.status_code == 202
                 return response.headers["location"]
@@ -78,6 +78,7 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
                 pytest.fail(f"not done: {found}")
 
             await done(await upload("notes.txt"))
+            await done(await upload("gone.txt", "Window glass is made by floating it on tin."))
             before = (await client.post("/v1/answer", json={**bodies[1], "fresh": True})).json()
             assert before["usage"]["reused_tokens"] > 0
             asking = [asyncio.create_task(client.post("/v1/answer", json=body)) for body in bodies]
@@ -89,6 +90,8 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
             assert (await client.get("/readyz")).status_code == 503
             refused = await client.post("/v1/answer", json=bodies[1])
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            await asyncio.sleep(3)  # it is being started again
+            assert (await client.delete("/v1/documents/gone.txt")).status_code == 200
             for _ in range(3000):
                 if (await client.get("/readyz")).status_code == 200:
                     break
