@@ -61,15 +61,14 @@ def test_answers_that_differ_are_problems(tmp_path, monkeypatch):
     assert seen.compared > 0 and "'none' and not 'full'" in seen.problems[0]
 
 
-@pytest.mark.parametrize(
-    ("failure", "problem"), [(StoreError("no space"), ": 500 "), (RuntimeError("a bug"), "ask: ReadError")]
-)
-def test_an_answer_that_fails_is_a_problem(tmp_path, monkeypatch, failure, problem):
+@pytest.mark.parametrize("failure", [StoreError("no space"), RuntimeError("a bug")])
+def test_an_answer_that_fails_is_a_problem(tmp_path, monkeypatch, failure):
     monkeypatch.setattr(soak, "_STEPS", {"ask": 1.0})
     pipeline = ScriptedPipeline(tmp_path)
     pipeline.play([*SCRIPT[:2], failure])
     problems = flow(pipeline, tmp_path, seconds=0.5).problems
-    assert any(problem in each for each in problems) and all("ask" in each or "500" in each for each in problems)
+    assert any(": 500 " in each for each in problems)
+    assert all("ask" in each or "500" in each for each in problems)  # behind a bug uvicorn closes the connection
 
 
 def row_of(samples):
