@@ -273,6 +273,11 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_of(error), status, headers)
 
 
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    """Starlette raises `error` again behind this, and uvicorn closes the connection then: clients are told so."""
+    return JSONResponse(error_of(error), 500, {"Connection": "close"})
+
+
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     kind, headers = HTTPStatus(error.status_code).phrase.replace(" ", ""), dict(error.headers or {})
     if error.status_code == 405:  # Starlette names those of one of the path's routes
@@ -290,5 +295,5 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
     HTTPException: _on_http_error,
     RequestValidationError: _on_invalid_request,
     RagKVError: _on_error,
-    Exception: _on_error,
+    Exception: _on_bug,
 }

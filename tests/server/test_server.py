@@ -172,6 +172,13 @@ def test_errors_before_the_first_event_have_a_status(pipeline, client, error, st
     assert (response.status_code, response.json()) == (status, {"error": body})
 
 
+def test_behind_a_bug_the_connection_is_closed_and_the_client_is_told(pipeline, client) -> None:
+    for error, connection in ((RagKVError("engine died"), None), (KeyError("secret"), "close")):
+        pipeline.script = [error]
+        response = client.post("/v1/answer", json={"question": "who?"})
+        assert (response.status_code, response.headers.get("connection")) == (500, connection)
+
+
 def test_an_error_after_the_first_event(pipeline, client) -> None:
     pipeline.script = [*SCRIPT[:2], RagKVError("engine died")]
     assert client.post("/v1/answer", json={"question": "who?"}).status_code == 500
