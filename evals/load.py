@@ -30,6 +30,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import psutil
+from matplotlib.ticker import LogFormatter
 
 from ragkv import models
 from ragkv.config import Config
@@ -331,9 +332,13 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
     for name, color in colors.items():
         points = sorted((r for r in rows if (r["part"], r["system"]) == ("rate", name)), key=lambda r: r["rate"])
         rates = [60 * row["rate"] for row in points]
-        left.plot(rates, [row["ttft_p90_ms"] / 1e3 for row in points], "o-", color=color, label=f"{name}, 90%")
-        left.plot(rates, [row["ttft_p50_ms"] / 1e3 for row in points], "o--", color=color, alpha=0.5, label="median")
+        for q, label, line in ((90, "90%", "o-"), (50, "median", "o--")):
+            seconds = [row[f"ttft_p{q}_ms"] / 1e3 for row in points]
+            left.plot(rates, seconds, line, color=color, alpha=0.5 + (q == 90) / 2, label=f"{name}, {label}")
     left.set(xlabel="questions per minute", ylabel="time to first token, s", xscale="log", yscale="log")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(4, 1)))
     left.legend(fontsize=8)
     names = [f"itl_p{q}_ms" for q in (50, 90, 99, 100)]
     for i, (name, color) in enumerate(colors.items()):
@@ -343,6 +348,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
                 right.bar(places, [row[key] for key in names], width=0.38, color=color, label=name)
     right.set_xticks(np.arange(len(names)) + 0.2, ["50%", "90%", "99%", "longest"])
     right.set(yscale="log", ylabel="between two tokens of a stream, ms")
+    right.yaxis.set_major_formatter("{x:g}")
     right.legend(fontsize=8)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)

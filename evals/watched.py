@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,15 +26,29 @@ def as_environment(config: Config, home: Path) -> dict[str, str]:
 def watched(
     command: list[str], environment: dict[str, str], errors: int | IO[bytes] = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its own group, of which none is left. errors: where its stderr goes."""
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-    ) as process:
+    """A process with its own group, of which none is left, also where SIGTERM ends this one. errors: where its stderr
+    goes. To be used in the main thread."""
+    with (
+        _in_order(),
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as process,
+    ):
         try:
             yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    """Meanwhile SIGTERM unwinds this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def resources(tree: psutil.Process) -> tuple[int, int]:

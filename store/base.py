@@ -68,6 +68,10 @@ class KVStore(Protocol):
         what is used is kept in memory."""
         ...
 
+    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+        """Start to read those of these chunks that lie on a slow disk, for who asks for them soon; returns at once."""
+        ...
+
     def in_memory(self, key: ChunkKey) -> bool:
         """Whether the chunk lies in this process's memory, ready to use."""
         ...

@@ -25,6 +25,9 @@ class MemoryStore:
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Nothing is evicted."""
 
+    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+        """Nothing is nearer than memory."""
+
     def in_memory(self, key: ChunkKey) -> bool:
         return self.contains(key)
 

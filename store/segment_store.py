@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,7 @@ class SegmentStore:
         self._uses_written_at = time.monotonic()
         self._read_mib_s = read_mib_s
         self._write_lock = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # has the system read, and holds no bytes
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
         self._pool = self._take_memory(memory_bytes, eviction, pinned) if memory_bytes else None
@@ -254,6 +256,13 @@ class SegmentStore:
         self._uses_written_at = time.monotonic()
         self._usage.use(changes, uses)
 
+    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+        with self._store_errors("read"):
+            far = [key for key in keys if not self.in_memory(key) and not self.is_near(key)]
+            for place in filter(None, (self._index.place(key.prefix()) for key in far)):
+                extent = place.extent
+                self._reader.submit(self._files.prefetch, extent.segment, extent.offset, extent.length)
+
     def in_memory(self, key: ChunkKey) -> bool:
         return self._pool is not None and key in self._pool
 
@@ -397,6 +406,7 @@ class SegmentStore:
     def close(self) -> None:
         if self._lock >= 0:
             self._flush_uses()
+        self._reader.shutdown(cancel_futures=True)
         self._files.close()
         self._index.close()
         self._unlock()

@@ -223,6 +223,8 @@ class _WorkerSide:
                 case AverageTask():
                     self._averages.append(self._capture.begin(job, job.task))
                 case _:
+                    if self._sliced:
+                        self._fusion.prepare(job)
                     self._sliced.append((job, self._slices(job)))
         if work.aborted:
             self._drop(work.aborted)

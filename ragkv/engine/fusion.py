@@ -7,6 +7,7 @@ recompute those. What is captured at index time: `ragkv.engine.capture`.
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ragkv.engine.fill import BadSpanError, Fill, Source, piece, rows_in
 from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
 from ragkv.engine.probes import Deviations, Votes
+from ragkv.errors import StoreError
 from ragkv.policies import (
     DEVIATION,
     GRADUAL,
@@ -70,6 +72,14 @@ class Fusion:
         elif report.policy != job.task.policy.label:
             report.problem = "less than half of the prompt is cached"
         return report
+
+    def prepare(self, job: Job) -> None:
+        """Have what the job is going to read brought nearer while it waits for its turn."""
+        task = job.task.fuse if isinstance(job.task, ScoreTask) else job.task
+        assert isinstance(task, FuseTask)
+        if task.policy.name != "full":
+            with suppress(StoreError):  # said when it is the job's turn
+                self.source.store.bring_near(map(self.source.key, task.spans))
 
     def score(self, job: Job, slice_tokens: Callable[[], int]) -> Generator[None, None, Report]:
         """Fuse the prompt proper, then run each continuation behind it."""

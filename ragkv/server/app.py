@@ -1,11 +1,12 @@
 """The HTTP interface of pipelines: requests in, answers out. Knows nothing of vLLM or retrieval."""
 
-from fastapi import APIRouter, FastAPI, Response, Security
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Security
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from ragkv import __version__
+from ragkv.config import MAIN
 from ragkv.server.answers import answers
 from ragkv.server.chat import chat
 from ragkv.server.documents import documents
@@ -51,9 +52,13 @@ def create_app(tenants: Tenants) -> FastAPI:
         check_ready(main)
         return StatusResponse(status="ready")
 
-    @guarded.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def metrics() -> Response:
-        """Counts and times, as Prometheus reads them."""
+    plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @guarded.get("/metrics", responses={200: plain, 403: ERRORS[403]})
+    async def metrics(request: Request) -> Response:
+        """Counts and times of all tenants, as Prometheus reads them. For the keys of `server.keys` alone."""
+        if request.scope["tenant"] != MAIN:
+            raise HTTPException(403, "the metrics are of all tenants; they need a key of server.keys")
         return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(guarded)

@@ -278,6 +278,13 @@ def test_each_tenant_has_documents_of_its_own(tenants) -> None:
     assert len(tenants["zeta"].asked) == 1 and not tenants["acme"].asked
 
 
+def test_figures_of_all_tenants_are_for_none_of_them(tenants) -> None:
+    assert "ragkv_requests_total" in tenants[MAIN].client.get("/metrics").text
+    for name in ("acme", "zeta"):
+        response = tenants[name].client.get("/metrics")
+        assert response.status_code == 403 and "server.keys" in response.json()["error"]["message"]
+
+
 def test_what_a_tenant_may_ask_for(tenants) -> None:
     acme, zeta = tenants["acme"].client, tenants["zeta"].client
     assert acme.post("/v1/answer", json={"question": "?"}).status_code == 200

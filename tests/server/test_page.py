@@ -15,13 +15,13 @@ from server_harness import ANSWER, CONFIG, SCRIPT, SOURCE, ScriptedPipeline, run
 
 from ragkv import server
 from ragkv.answer import AnswerOptions, Delta, Retrieved, Run, Strip, Timings, Usage
-from ragkv.config import MAIN, ServerConfig
+from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.policies import Policy
 from ragkv.server.gate import hash_of
 
 HOSTILE = '<img src=x onerror="document.title=document.URL">.md'
-MAX_BYTES = 60_000
+MAX_BYTES = 61_000
 AXE = "axe-core@4.14.1"
 LENGTHS = {"prefix": 5, "memory": 9, "disk": 11, "recomputed": 2, "computed": 3}  # as ANSWER's usage has it
 
@@ -388,6 +388,24 @@ def test_a_key_is_asked_for_where_the_server_has_keys(chrome, pipeline, api, tmp
         page.all("#key-dialog .plain")[0].click()
         page.until(lambda: page["documents-problem"].is_displayed())
         page.until(lambda: page["status"].text == "Needs a key")
+        page.leave()
+
+
+def test_a_tenants_page_has_no_gauges(chrome, pipeline, api, tmp_path) -> None:
+    keys = {"server": ServerConfig(keys={"ann": hash_of("ragkv-right")})}
+    config = Config(**keys, tenants={"acme": {"keys": {"bob": hash_of("ragkv-acme")}}})
+    pipelines = {MAIN: pipeline, "acme": ScriptedPipeline(tmp_path / "acme", tenant="acme")}
+    with running(pipelines, tmp_path, config, app_with(api)) as client:
+        for key, shown in (("ragkv-right", True), ("ragkv-acme", False)):
+            page = Page(chrome, str(client.base_url)).open()
+            page.expected = {401, 403}
+            page.until(lambda page=page: page["key-dialog"].is_displayed())
+            page["key"].send_keys(f"{key}\n")
+            page.until(lambda page=page: page["status"].text == "Ready")
+            page.until(lambda page=page, shown=shown: page["gauges"].is_displayed() is shown)
+            page.ask()
+            page.until(lambda page=page: page["answer-facts"].text)
+            page.run("sessionStorage.clear()")
         page.leave()
 
 

@@ -20,10 +20,7 @@ async function poll() {
   clearTimeout(timer);
   if (document.hidden) return;
   try {
-    const metrics = await request("/metrics", { quiet: true });
-    const now = performance.now();
-    history = [...history.filter(([time]) => time > now - WINDOW_MS), [now, parse(await metrics.text())]];
-    show(history.map(([, samples]) => samples));
+    if (!byId("gauges").hidden) await showMetrics();
     await request("/readyz", { quiet: true });
     setStatus("ready", "Ready");
   } catch (error) {
@@ -31,6 +28,18 @@ async function poll() {
   }
   clearTimeout(timer);
   timer = setTimeout(poll, EVERY_MS);
+}
+
+// They are not for every key: a tenant's page does without.
+async function showMetrics() {
+  const metrics = await request("/metrics", { quiet: true }).catch((error) => {
+    if (error.status !== 403) throw error;
+  });
+  byId("gauges").hidden = !metrics;
+  if (!metrics) return;
+  const now = performance.now();
+  history = [...history.filter(([time]) => time > now - WINDOW_MS), [now, parse(await metrics.text())]];
+  show(history.map(([, samples]) => samples));
 }
 
 // Only where it changed: it is read out.

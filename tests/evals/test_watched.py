@@ -1,0 +1,27 @@
+"""Processes that an evaluation started."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+PARENT = """
+import os, sys
+from ragkv.evals.watched import watched
+with watched([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ)) as process:
+    print(process.pid, flush=True)
+    process.wait()
+"""
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_none_is_left(signal_) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        os.kill(parent.pid, signal_)
+        assert parent.wait(30) != 0
+        assert child.wait(30) is None and not child.is_running()
