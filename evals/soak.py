@@ -248,6 +248,9 @@ def _row(config: Config, seen: Soaked) -> dict[str, Any]:
         row |= {
             "seconds": round(seen.samples[-1][0], 1),
             "memory_mib": {"warm": round(sizes[0]) >> 20, "end": round(sizes[1]) >> 20, "allowed": allowed >> 20},
+            "memory_mib_by_fifth": [
+                round(median(size for _, size, _ in seen.samples[i * fifth : (i + 1) * fifth])) >> 20 for i in range(5)
+            ],
             "handles": {"warm": handles[0], "end": handles[1]},
         }
     return {**row, "problems": seen.problems}

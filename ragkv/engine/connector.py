@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ragkv.engine.capture import Average, Capture
 from ragkv.engine.fill import Source
-from ragkv.engine.fusion import Fusion
+from ragkv.engine.fusion import Fusion, Pace
 from ragkv.engine.job import (
     PARAMS_KEY,
     AverageTask,
@@ -56,7 +56,7 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
     """How many tokens of a fusion are computed in a step, beside `num_scheduled` tokens of `num_others` requests.
 
     Each of them waits for the slice, so the more they are, the smaller it is: together they wait about as long as one
-    stream does for a whole batch of vLLM's. The load pass, which runs the question, isn't sliced.
+    stream does for a whole batch of vLLM's. The load pass isn't sliced, but has a step of its own.
     """
     if not num_others:
         return max_batch_tokens
@@ -206,7 +206,7 @@ class _WorkerSide:
         self.source = source
         self._fusion, self._capture = Fusion(source), Capture(source)
         self._max_batch_tokens = max_batch_tokens
-        self._slice_tokens = max_batch_tokens
+        self._pace = Pace(max_batch_tokens)
         self._captures: deque[Job] = deque()
         self._averages: deque[Average] = deque()
         self._sliced: deque[tuple[Job, Generator[None, None, Report]]] = deque()
@@ -215,7 +215,8 @@ class _WorkerSide:
         self._reports: dict[str, Report] = {}
 
     def step(self, work: StepWork) -> None:
-        self._slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
+        self._pace.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
+        self._pace.alone = not work.num_others
         for job in work.jobs:
             match job.task:
                 case CaptureTask():
@@ -237,7 +238,7 @@ class _WorkerSide:
 
     def _slices(self, job: Job) -> Generator[None, None, Report]:
         run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
-        return run(job, lambda: self._slice_tokens)
+        return run(job, self._pace)
 
     def _run_slice(self) -> None:
         job, slices = self._sliced[0]
@@ -271,7 +272,7 @@ class _WorkerSide:
         num_tokens = 0
         for average in self._averages:
             num_tokens += average.num_tokens
-            if batch and num_tokens > self._slice_tokens:
+            if batch and num_tokens > self._pace.slice_tokens:
                 break
             batch.append(average)
         try:

@@ -6,9 +6,9 @@ recompute those. What is captured at index time: `ragkv.engine.capture`.
 """
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,14 +32,23 @@ from ragkv.policies import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class Pace:
+    """How much of a fusion is done in an engine step: about `slice_tokens` tokens. alone: nobody waits for the end of
+    the step. Changes from step to step."""
+
+    slice_tokens: int
+    alone: bool = True
+
+
 class Fusion:
     """Turns jobs into filled blocks. One for each worker; not thread-safe, like the model under it."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.subset = source, source.subset
 
-    def fuse(self, job: Job, slice_tokens: Callable[[], int]) -> Generator[None, None, Report]:
-        """Fill the job's blocks; yields between slices of about `slice_tokens()` tokens, returns the report.
+    def fuse(self, job: Job, pace: Pace) -> Generator[None, None, Report]:
+        """Fill the job's blocks; yields where an engine step is to end, returns the report.
 
         A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness.
         """
@@ -53,7 +62,7 @@ class Fusion:
         in_memory = {span for span in present if self.source.store.in_memory(self.source.key(span))}
         while True:
             try:
-                yield from _Request(self.source, job, present, report).run(slice_tokens)
+                yield from _Request(self.source, job, present, report).run(pace)
                 break
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
@@ -81,12 +90,12 @@ class Fusion:
             with suppress(StoreError):  # said when it is the job's turn
                 self.source.store.bring_near(map(self.source.key, task.spans))
 
-    def score(self, job: Job, slice_tokens: Callable[[], int]) -> Generator[None, None, Report]:
+    def score(self, job: Job, pace: Pace) -> Generator[None, None, Report]:
         """Fuse the prompt proper, then run each continuation behind it."""
         task = job.task
         assert isinstance(task, ScoreTask)
         prompt = job.token_ids[: task.num_prompt_tokens]
-        report = yield from self.fuse(replace(job, task=task.fuse, token_ids=prompt), slice_tokens)
+        report = yield from self.fuse(replace(job, task=task.fuse, token_ids=prompt), pace)
         for continuation in task.continuations:
             behind = replace(job, token_ids=[*prompt, *continuation])
             positions = torch.arange(len(prompt) - 1, len(behind.token_ids) - 1)
@@ -112,14 +121,14 @@ class _Request:
         self._eligible[: _exact_until(spans)] = False
         self._num_loaded = 0  # layers of every span that are in the blocks
 
-    def run(self, slice_tokens: Callable[[], int]) -> Generator[None, None, None]:
+    def run(self, pace: Pace) -> Generator[None, None, None]:
         policy = self._policy
         # Two passes over the uncached tokens cost more than one over everything once they are half of it.
         if policy.asks_the_question and 2 * len(self._uncached) >= len(self._writable):
             policy = Policy("full")
         self._report.policy = policy.label
         if policy.name == "full" or not self._spans:
-            yield from self._recompute_all(slice_tokens)
+            yield from self._recompute_all(pace)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             self._fill.run(self._uncached, lambda _layer: self._spans, stage="probe_ms")
@@ -127,15 +136,15 @@ class _Request:
             chosen = self._choose(policy)
             if self._report.evenness is not None and self._report.evenness < policy.full_below:
                 self._report.policy = "full"
-                yield from self._recompute_all(slice_tokens)
+                yield from self._recompute_all(pace)
                 return
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
-            yield from self._recompute(selected, self._spans, slice_tokens, shift=policy.shift)
+            yield from self._recompute(selected, self._spans, pace, shift=policy.shift)
 
-    def _recompute_all(self, slice_tokens: Callable[[], int]) -> Generator[None, None, None]:
+    def _recompute_all(self, pace: Pace) -> Generator[None, None, None]:
         self._count(self._writable)
-        yield from self._recompute(self._writable, (), slice_tokens, shift=False)
+        yield from self._recompute(self._writable, (), pace, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
         self._report.recomputed_tokens = len(computed)
@@ -186,7 +195,7 @@ class _Request:
         return candidates
 
     def _recompute(
-        self, selected: torch.Tensor, spans: Sequence[Span], slice_tokens: Callable[[], int], *, shift: bool
+        self, selected: torch.Tensor, spans: Sequence[Span], pace: Pace, *, shift: bool
     ) -> Generator[None, None, None]:
         """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill.
 
@@ -195,9 +204,9 @@ class _Request:
         """
         spans, done, num_loaded = list(spans), 0, self._num_loaded
         while done < len(selected):
-            if done:
+            if done or (self._report.probe_ms and not pace.alone):  # the probe was enough for one step
                 yield
-            end = min(len(selected), done + max(1, slice_tokens()))
+            end = min(len(selected), done + max(1, pace.slice_tokens))
             if shift:
                 end = _past_span(selected, end, spans)
             bound = int(selected[end]) if end < len(selected) else len(self._cached)
