@@ -1,8 +1,8 @@
 """Text to vectors by sentence-transformers. Knows nothing about chunks or the index."""
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ class Embedder:
     def __init__(self, name: str | Path, device: str | None = None, batch_size: int = 32) -> None:
         self._model = _load(str(name), device)
         self._batch_size = batch_size
-        self._lock = threading.Lock()  # fast tokenizers refuse to be used by two threads
+        # Fast tokenizers refuse to be used by two threads, and torch keeps memory and threads for each that computes.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragkv-embed")
         self._window = self._measure_window()
         self.dimension = int(self._encode(["dimension"]).shape[1])
 
@@ -52,21 +53,22 @@ class Embedder:
 
     def embed_question(self, question: str) -> Vectors:
         """Return the question's unit vector `[dimension]`, with the model's own prompt for questions if it has one."""
-        with self._lock:
-            vector = self._model.encode_query([question], show_progress_bar=False, convert_to_numpy=True)
-        unit: Vectors = _normalised(np.asarray(vector, np.float32))[0]
+        encoding = self._thread.submit(
+            self._model.encode_query, [question], show_progress_bar=False, convert_to_numpy=True
+        )
+        unit: Vectors = _normalised(np.asarray(encoding.result(), np.float32))[0]
         return unit
 
     def _encode(self, texts: list[str]) -> Vectors:
-        with self._lock:
-            encoded = self._model.encode_document(
-                texts,
-                batch_size=self._batch_size,
-                show_progress_bar=False,
-                convert_to_numpy=True,
-                normalize_embeddings=True,
-            )
-        return np.asarray(encoded, np.float32)
+        encoding = self._thread.submit(
+            self._model.encode_document,
+            texts,
+            batch_size=self._batch_size,
+            show_progress_bar=False,
+            convert_to_numpy=True,
+            normalize_embeddings=True,
+        )
+        return np.asarray(encoding.result(), np.float32)
 
     def _measure_window(self) -> int | None:
         """Return how many tokens of text fit into one pass beside special tokens and prompt; None for no limit."""
@@ -83,11 +85,15 @@ class Embedder:
         """Cut the text into equal parts that fit the model's window."""
         if self._window is None or len(text.encode()) <= self._window:  # no token is shorter than a byte
             return [text]
-        with self._lock:
-            encoded = self._model.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
-            )
-        offsets = encoded["offset_mapping"]  # (start, end) characters per token
+        encoding = self._thread.submit(
+            self._model.tokenizer,
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            truncation=False,
+            verbose=False,
+        )
+        offsets = encoding.result()["offset_mapping"]  # (start, end) characters per token
         num_windows = -(-len(offsets) // self._window)
         if num_windows <= 1:
             return [text]

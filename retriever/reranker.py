@@ -1,7 +1,7 @@
 """How well texts answer a question, by a cross-encoder. Knows nothing about how they were found."""
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,8 @@ class Reranker:
         self._name = str(folder)
         self._model = _load(self._name, device)
         self._batch_size = batch_size
-        self._lock = threading.Lock()  # fast tokenizers refuse to be used by two threads
+        # Fast tokenizers refuse to be used by two threads, and torch keeps memory and threads for each that computes.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragkv-rerank")
 
     def scores(self, question: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Return a number for each text `[n]`, higher the better it answers the question: of any scale, to sort by.
@@ -34,14 +35,14 @@ class Reranker:
         """
         from torch import nn
 
-        with self._lock:
-            predicted = self._model.predict(
-                [(question, text) for text in texts],
-                batch_size=self._batch_size,
-                show_progress_bar=False,
-                activation_fn=nn.Identity(),  # a sigmoid makes all large scores the same 1.0
-            )
-        scores = np.asarray(predicted, np.float32)
+        prediction = self._thread.submit(
+            self._model.predict,
+            [(question, text) for text in texts],
+            batch_size=self._batch_size,
+            show_progress_bar=False,
+            activation_fn=nn.Identity(),  # a sigmoid makes all large scores the same 1.0
+        )
+        scores = np.asarray(prediction.result(), np.float32)
         if not np.isfinite(scores).all():
             raise ModelError(f"the reranker {self._name!r} gave a score that is no number; choose another reranker")
         return scores
