@@ -14,7 +14,7 @@ from ragkv.server.gate import Gate
 from ragkv.server.page import page
 from ragkv.server.telemetry import Telemetry
 from ragkv.server.tenants import Tenants
-from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, check_ready
+from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, ErrorResponse, check_ready
 
 
 class StatusResponse(BaseModel):
@@ -53,8 +53,9 @@ def create_app(tenants: Tenants) -> FastAPI:
         return StatusResponse(status="ready")
 
     plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    others = {"model": ErrorResponse, "description": "The key is a tenant's"}
 
-    @guarded.get("/metrics", responses={200: plain, 403: ERRORS[403]})
+    @guarded.get("/metrics", responses={200: plain, 403: others})
     async def metrics(request: Request) -> Response:
         """Counts and times of all tenants, as Prometheus reads them. For the keys of `server.keys` alone."""
         if request.scope["tenant"] != MAIN:

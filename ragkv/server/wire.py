@@ -181,7 +181,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "The body can't be read",
         401: "A key is missing or unknown",
-        403: "The key is of a tenant that may not read this",
         408: "The body stopped coming, or came too slowly",
         413: "The question doesn't fit into the model's context",
         422: "Something in the request can't be used",
