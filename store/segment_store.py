@@ -258,10 +258,11 @@ class SegmentStore:
 
     def bring_near(self, keys: Iterable[ChunkKey]) -> None:
         with self._store_errors("read"):
-            far = [key for key in keys if not self.in_memory(key) and not self.is_near(key)]
-            for place in filter(None, (self._index.place(key.prefix()) for key in far)):
+            places = [self._index.place(key.prefix()) for key in keys if not self.in_memory(key)]
+            for place in filter(None, places):
                 extent = place.extent
-                self._reader.submit(self._files.prefetch, extent.segment, extent.offset, extent.length)
+                if not self._files.is_cached(extent):
+                    self._reader.submit(self._files.prefetch, extent.segment, extent.offset, extent.length)
 
     def in_memory(self, key: ChunkKey) -> bool:
         return self._pool is not None and key in self._pool

@@ -3,8 +3,8 @@
 import time
 from contextlib import closing
 
-import pytest
 import torch
+from store_samples import drop_cached
 
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segment_store import SegmentStore
@@ -13,19 +13,10 @@ KEYS = [ChunkKey(f"{n:032x}", "0" * 32, "1" * 32, (0, 2)) for n in range(4)]
 LAYERS = [LayerKV(torch.randn(2, 500, 64), torch.randn(2, 500, 64), 0) for _ in range(3)]
 
 
-def drop(store, keys):
-    for _ in range(100):  # what is being written just now can't be dropped
-        store.drop_cached(keys)
-        if not any(map(store.is_near, keys)):
-            return
-        time.sleep(0.02)
-    pytest.skip("this file system keeps its files in memory")
-
-
 def test_what_will_be_read_is_brought_near(tmp_path):
     with closing(SegmentStore(tmp_path)) as store:
         store.put([(key, LAYERS) for key in KEYS[:3]])
-        drop(store, KEYS[:3])
+        drop_cached(store, KEYS[:3])
         store.bring_near([KEYS[0], KEYS[2], KEYS[3]])  # of the last there is nothing
         end = time.monotonic() + 30
         while not (store.is_near(KEYS[0]) and store.is_near(KEYS[2])) and time.monotonic() < end:
@@ -38,7 +29,7 @@ def test_what_will_be_read_is_brought_near(tmp_path):
 def test_a_store_closes_while_it_reads(tmp_path):
     store = SegmentStore(tmp_path)
     store.put([(key, LAYERS) for key in KEYS])
-    drop(store, KEYS)
+    drop_cached(store, KEYS)
     store.bring_near(KEYS)
     store.close()
     with closing(SegmentStore(tmp_path)) as again:
