@@ -12,6 +12,7 @@ import uvicorn
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
+from ragkv.memory import return_large_blocks
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
 from ragkv.server.patience import listen
@@ -33,6 +34,7 @@ def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager
     has_keys = bool(config.holders())
     log_as(config.server.log)
     export_traces()
+    return_large_blocks()
     with _bind(config.server, has_keys=has_keys) as listener:
         # Also while the model loads: leave through every `finally`, so that no engine process is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

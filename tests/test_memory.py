@@ -1,0 +1,39 @@
+"""Memory that many threads use and free goes back to the system."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# A large block is freed once, so that glibc keeps those of its size from then on. Each thread then frees many, with
+# small ones between them that stay.
+_WORK = """
+import sys, threading, numpy, psutil
+if sys.argv[1:]:
+    from ragkv.memory import return_large_blocks
+    return_large_blocks()
+numpy.ones(2 << 20)
+kept = []
+def work():
+    large = []
+    for _ in range(12):
+        large.append(numpy.ones(1 << 18))
+        kept.append(numpy.ones(1 << 9))
+before = psutil.Process().memory_info().rss
+for _ in range(6):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def _grown(*arguments: str) -> int:
+    ended = subprocess.run([sys.executable, "-c", _WORK, *arguments], capture_output=True, text=True, check=True)
+    return int(ended.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_what_threads_free_is_given_back() -> None:
+    assert _grown("give back") < 4 << 20 < 16 << 20 < _grown()
