@@ -7,7 +7,7 @@ import psutil
 import pytest
 from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
 
-from ragkv.config import MAIN, Config
+from ragkv.config import MAIN
 from ragkv.errors import StoreError
 from ragkv.evals import soak
 from ragkv.evals.soak import Soaked
@@ -16,6 +16,7 @@ from ragkv.evals.soak import Soaked
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(soak, "_EVERY_S", 0.05)
+    monkeypatch.setattr(soak, "_NUM_SIZES", 4)
 
 
 def flow(pipeline, tmp_path, seconds=2.0):
@@ -31,7 +32,7 @@ def test_a_server_without_faults_has_none(tmp_path):
     assert seen.problems == []
     assert seen.steps.keys() == soak._STEPS.keys() and seen.compared > 3 and len(seen.samples) > 10
     assert len([text for text in seen.texts.values() if text]) > 4
-    row = soak._row(Config(), seen)
+    row = soak._row(seen)
     assert row["problems"] == [] and row["steps"]["ask"] == seen.steps["ask"]
 
 
@@ -71,14 +72,14 @@ def test_an_answer_that_fails_is_a_problem(tmp_path, monkeypatch, failure):
 
 
 def row_of(samples):
-    return soak._row(Config(model={"kv_cache_gib": 1}), Soaked(samples=samples))
+    return soak._row(Soaked(samples=samples))
 
 
 def test_what_grows_is_a_problem():
     gib = 1 << 30
     flat = [(i, gib + i, 100 + i % 5) for i in range(100)]
     assert row_of(flat)["problems"] == []
-    memory = [(i, gib + i * gib // 50, 100) for i in range(100)]
+    memory = [(i, gib + i * gib // 900, 100) for i in range(100)]
     assert "of memory at the end where" in row_of(memory)["problems"][0]
     handles = [(i, gib, 100 + 3 * i) for i in range(100)]
     assert "descriptors and threads at the end" in row_of(handles)["problems"][0]
