@@ -6,6 +6,7 @@ asynchronous: the worker does one slice of work in every engine step, and other 
 
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from ragkv.engine.job import (
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
+from ragkv.memory import return_free_pages
 from ragkv.store.segment_store import SegmentStore
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_SLICE, _MOST_SLICE = 64, 512  # tokens, while others are computed
+_TIDY_EVERY_S = 30.0
 
 
 def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> int:
@@ -213,6 +216,7 @@ class _WorkerSide:
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
+        self._tidied_at = time.monotonic()
 
     def step(self, work: StepWork) -> None:
         self._pace.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
@@ -235,6 +239,9 @@ class _WorkerSide:
             self._capture_batch()
         elif self._averages:
             self._average_batch()
+        elif self.source.subset.device.type == "cpu" and time.monotonic() - self._tidied_at > _TIDY_EVERY_S:
+            return_free_pages()  # what vLLM compiles for batch sizes lies between tensors, and fragments the heap
+            self._tidied_at = time.monotonic()
 
     def _slices(self, job: Job) -> Generator[None, None, Report]:
         run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
