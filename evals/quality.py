@@ -193,13 +193,21 @@ class _Bench:
         (of_greedy, of_gold), _ = await self._engine.score(prompt.token_ids, full_task, (greedy, gold), salt)
         await self._capture(_by_hash(chunks), {arm.kv for arm in arms})
         tasks = [self._task(prompt, chunks, arm) for arm in arms]
-        answers = await asyncio.gather(
-            *(self._generate(prompt.token_ids, task, max_tokens=self._dataset.max_tokens) for task in tasks)
+        salts = [uuid.uuid4().hex for _ in arms]
+        drifts = [
+            await self._engine.score(prompt.token_ids, task, (greedy, gold), of_arm)
+            for task, of_arm in zip(tasks, salts, strict=True)
+        ]
+        answers = await asyncio.gather(  # behind the blocks that were fused for the log-probabilities
+            *(
+                self._generate(prompt.token_ids, task, max_tokens=self._dataset.max_tokens, salt=of_arm)
+                for task, of_arm in zip(tasks, salts, strict=True)
+            )
         )
         full_answer = self._text(full_tokens[: self._dataset.max_tokens])
         rows = []
-        for arm, task, (tokens, _) in zip(arms, tasks, answers, strict=True):
-            (greedy_rows, gold_rows), report = await self._engine.score(prompt.token_ids, task, (greedy, gold))
+        for arm, task, (tokens, _), drift in zip(arms, tasks, answers, drifts, strict=True):
+            (greedy_rows, gold_rows), report = drift
             kl = np.concatenate([canary.kl(of_greedy, greedy_rows), canary.kl(of_gold, gold_rows)])
             ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
             answer = self._text(tokens)
