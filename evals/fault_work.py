@@ -62,8 +62,8 @@ def stored(chunk: int, version: int) -> list[LayerKV]:
     codec, found = codec_of(version), []
     for kv in layers(chunk, version):
         payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
-        k, v = codec.decode(payload, (heads, tokens, size), kv.k.dtype)
-        found.append(LayerKV(k, v, kv.base_position, kv.spread))
+        stored = codec.split(payload, (heads, tokens, size), kv.k.dtype)
+        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.spread, stored.k_scale, stored.v_scale))
     return found
 
 
@@ -71,7 +71,7 @@ def equal(found: LayerKV, expected: LayerKV) -> bool:
     if (found.spread is None) != (expected.spread is None):
         return False
     spreads = () if found.spread is None or expected.spread is None else ((found.spread, expected.spread),)
-    pairs = ((found.k, expected.k), (found.v, expected.v), *spreads)
+    pairs = (*zip(found.decoded(), expected.decoded(), strict=True), *spreads)
     return found.base_position == expected.base_position and all(torch.equal(a, b) for a, b in pairs)
 
 

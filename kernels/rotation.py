@@ -44,16 +44,6 @@ class Rotation:
         out[..., rest] = k[..., rest]
         return out
 
-    def add_rotated(self, k: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, start: int) -> None:
-        """Add weights[t] · R(start + t) x to token t of `k` `[..., T, D]` float32. x: `[..., 1, D]`; weights: `[T]`."""
-        weights, tokens = weights[:, None], slice(start, start + k.shape[-2])
-        cos, sin = self.cos[tokens] * weights, self.sin[tokens] * weights
-        first, second, rest = self._parts()
-        a, b = x[..., first], x[..., second]
-        k[..., first].addcmul_(cos, a).addcmul_(sin, b, value=-1)
-        k[..., second].addcmul_(cos, b).addcmul_(sin, a)
-        k[..., rest].addcmul_(weights, x[..., rest])
-
     def _parts(self) -> tuple[slice, slice, slice]:
         """The dimensions of the two halves of the pairs, and those that aren't rotated."""
         size = 2 * self.cos.shape[-1]

@@ -2,6 +2,7 @@
 
 import torch
 
+from ragkv.kernels.kv_fuse import Learned
 from ragkv.kernels.rotation import Rotation
 
 DAMPING = 8  # tokens: a mean over few tokens is noise
@@ -19,33 +20,29 @@ def shift_weights(spread: torch.Tensor | None, offsets: torch.Tensor, num_tokens
     if spread is None:
         return torch.full((num_tokens,), weight, device=offsets.device)
     spread = spread.to(offsets.device)
-    mean = spread[offsets].mean()
-    return weight * (spread / mean.clamp(min=1e-6 * float(spread.max()) + 1e-30)).clamp(max=MAX_RATIO)
+    mean = torch.maximum(spread[offsets].mean(), 1e-6 * spread.max() + 1e-30)
+    return weight * (spread / mean).clamp(max=MAX_RATIO)
 
 
-def shifted(
-    k: torch.Tensor,
-    v: torch.Tensor,
+def learn(
     fresh_k: torch.Tensor,
     fresh_v: torch.Tensor,
-    offsets: torch.Tensor,
+    cached_k: torch.Tensor,
+    cached_v: torch.Tensor,
+    positions: torch.Tensor,
     weights: torch.Tensor,
     start: int,
     rotation: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K'(t) = R(t) (R(−t) K(t) + w(t) mean_S [R(−s) (K_new(s) − K(s))]), V'(t) = V(t) + w(t) mean_S [V_new(s) − V(s)].
+) -> Learned:
+    """k = mean_S [R(−s) K_new(s) − R(−s') K(s)], v = mean_S [V_new(s) − V(s)] over the recomputed tokens S of a chunk;
+    then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its tokens t (`ragkv.kernels.kv_fuse`).
 
-    k, v: `[Hkv, T, D]`, one layer of a cached chunk, its keys at the positions from `start` on. fresh_k, fresh_v:
-    `[Hkv, c, D]`, the same layer of the tokens at `offsets` `[c]` in the chunk, as just computed. weights: `[T]`.
-    Returns new tensors; what they hold at `offsets` is of no meaning. Computes in float32.
+    fresh_k: `[Hkv, c, D]`, as just computed, rotated back to position 0; cached_k: as it was stored, for `positions`
+    `[c]`; fresh_v, cached_v: `[Hkv, c, D]`. weights: `[T]`, of all tokens of the chunk, which begins at `start`.
+    Computes in float32.
     """
-    mean_v = (fresh_v.float() - v[:, offsets].float()).mean(1, keepdim=True)
-    shifted_v = torch.addcmul(v.float(), weights[:, None], mean_v)
-    moved_k = fresh_k.float() - k[:, offsets].float()
-    shifted_k = k.to(torch.float32, copy=True)
-    if rotation is None:
-        shifted_k.addcmul_(weights[:, None], moved_k.mean(1, keepdim=True))
-    else:
-        mean_k = rotation.rotate(moved_k, -(start + offsets)).mean(1, keepdim=True)
-        rotation.add_rotated(shifted_k, mean_k, weights, start)
-    return shifted_k.to(k.dtype), shifted_v.to(v.dtype)
+    cached_k = cached_k.float()
+    if rotation is not None:
+        cached_k = rotation.rotate(cached_k, -positions)
+    mean_k, mean_v = ((fresh.float() - cached).mean(1) for fresh, cached in ((fresh_k, cached_k), (fresh_v, cached_v)))
+    return Learned(mean_k, mean_v, weights, start)

@@ -49,6 +49,11 @@ class ModelConfig(Section):
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
+    kernels: Literal["auto", "triton", "native", "torch"] = Field(
+        "auto",
+        description="What computes fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first "
+        "of these that there is",
+    )
 
     @field_validator("dtype")
     @classmethod

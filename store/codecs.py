@@ -27,27 +27,18 @@ class Codec:
         (k_scale, k_stored), (v_scale, v_stored) = self._quantise(k, _K_GROUP), self._quantise(v, _V_GROUP)
         return b"".join(map(to_bytes, (k_scale, v_scale, k_stored, v_stored)))
 
-    def decode(
-        self, payload: memoryview, shape: tuple[int, int, int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of this shape and type. Without a type of its own to store in, they share the payload's memory."""
-        if self.stored is None:
-            half = len(payload) // 2
-            k, v = (torch.frombuffer(part, dtype=dtype).view(shape) for part in (payload[:half], payload[half:]))
-            return k, v
+    def split(self, payload: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> "Stored":
+        """What `encode` put together, sharing the payload's memory. dtype: of K and V before they were stored."""
         heads, tokens, size = shape
-        parts, start = [], 0
-        for part_shape, part_dtype in (
-            ((heads, 1, size), torch.float32),
-            ((heads, tokens, 1), torch.float32),
-            (shape, self.stored),
-            (shape, self.stored),
-        ):
-            count = part_shape[0] * part_shape[1] * part_shape[2]
-            parts.append(torch.frombuffer(payload, dtype=part_dtype, count=count, offset=start).view(part_shape))
-            start += count * part_dtype.itemsize
-        k_scale, v_scale, k, v = parts
-        return _times(k, k_scale).to(dtype), _times(v, v_scale).to(dtype)
+        scales, start = [], 0
+        for scale_shape in ((heads, 1, size), (heads, tokens, 1)) if self.stored is not None else ():
+            count = scale_shape[0] * scale_shape[1] * scale_shape[2]
+            part = torch.frombuffer(payload, dtype=torch.float32, count=count, offset=start)
+            scales.append(part.view(scale_shape))
+            start += part.nbytes
+        numbers = torch.frombuffer(payload, dtype=self.stored or dtype, offset=start)
+        k, v = numbers.view(2, *shape)
+        return Stored(k, v, *scales)
 
     def num_bytes(self, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
         heads, tokens, size = shape
@@ -65,7 +56,18 @@ class Codec:
         return scale, (scaled.round() if whole else scaled).clamp(-largest, largest).to(self.stored)
 
 
-def _times(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Stored:
+    """K and V `[Hkv, T, D]` as they are stored; with scales (K's `[Hkv, 1, D]`, V's `[Hkv, T, 1]`, float32) a number is
+    the stored one times its scale."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def times(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """In float32. torch converts e4m3 number by number; as half-precision numbers, whose exponent and mantissa begin
     with the same bits, seven places further up, and whose exponent's bias is 8 more, it takes a quarter of the time."""
     if stored.dtype != torch.float8_e4m3fn:

@@ -150,8 +150,7 @@ class Pool:
             start = end
             return copy.copy_(tensor)
 
-        k, v = copied(kv.k), copied(kv.v)
-        held.layers[layer] = LayerKV(k, v, kv.base_position, None if kv.spread is None else copied(kv.spread))
+        held.layers[layer] = kv.map(copied)
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:

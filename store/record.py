@@ -7,13 +7,14 @@ payload: bytes that are damaged, or filed under another key, don't verify.
 
 import struct
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import xxhash
 
-from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, to_bytes
+from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, times, to_bytes
 
 FORMAT_VERSION: Final = 3
 KEY_BYTES: Final = 54
@@ -28,6 +29,7 @@ _HEADER_SIZE = 128
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
 _HAS_SPREAD = 1  # flags
+_ALL = slice(None)
 _CODE_TO_DTYPE = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
 _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
 
@@ -66,18 +68,38 @@ class LayerKV:
     """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each.
 
     spread: of an averaged capture, `[T]` float32, how far each token's V lay from its mean (root mean square over
-    the captures); None of a single one.
+    the captures); None of a single one. k_scale, v_scale: where a codec made the numbers smaller, what they are to be
+    multiplied by (`ragkv.store.codecs.Stored`).
     """
 
     k: torch.Tensor
     v: torch.Tensor
     base_position: int
     spread: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
         """In memory."""
-        return self.k.nbytes + self.v.nbytes + (0 if self.spread is None else self.spread.nbytes)
+        return sum(part.nbytes for part in self._tensors() if part is not None)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerKV":
+        """The same with each tensor changed, say moved to a device."""
+        k, v, *others = (None if part is None else change(part) for part in self._tensors())
+        assert k is not None and v is not None
+        spread, k_scale, v_scale = others
+        return LayerKV(k, v, self.base_position, spread, k_scale, v_scale)
+
+    def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
+        k, v = self.k[:, tokens], self.v[:, tokens]
+        if self.k_scale is None or self.v_scale is None:
+            return k, v
+        return times(k, self.k_scale), times(v, self.v_scale[:, tokens])
+
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.k, self.v, self.spread, self.k_scale, self.v_scale
 
 
 class CorruptRecordError(Exception):
@@ -96,14 +118,14 @@ def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
 
 
 def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
-    """Read a record; a raw one without copying: its tensors share `value`'s memory, are read-only, live as long as it.
+    """Read a record without copying: its tensors share `value`'s memory, are read-only, live as long as it.
 
     Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
     """
     head, payload = _check(key, value)
-    k, v = head.codec.decode(payload[: head.size_bytes], head.shape, head.dtype)
+    stored = head.codec.split(payload[: head.size_bytes], head.shape, head.dtype)
     spread = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.spread_bytes else None
-    return LayerKV(k, v, head.base_position, spread)
+    return LayerKV(stored.k, stored.v, head.base_position, spread, stored.k_scale, stored.v_scale)
 
 
 def check(key: bytes, value: bytes | memoryview) -> None:

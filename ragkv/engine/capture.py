@@ -40,7 +40,8 @@ class Capture:
         self._source.store.put(zip(map(self._source.key, spans), chunk_layers, strict=True))
 
     def begin(self, job: Job, task: AverageTask) -> "Average":
-        return Average(job, task, _Mean(self._source.rotations, task.span.start), deque(task.others))
+        mean = _Mean(self._source.rotations, task.span.start, self._subset.dtype)
+        return Average(job, task, mean, deque(task.others))
 
     def average(self, averages: Sequence["Average"]) -> list["Average"]:
         """Capture each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
@@ -79,8 +80,8 @@ class Capture:
         alone = average.task.alone
         with self._source.store.snapshot() as snapshot:
             for layer in range(len(self._subset.layers)):
-                kv = self._source.read(snapshot, layer, alone).kv
-                average.mean.add(layer, kv.k, kv.v, alone.start)
+                loaded = self._source.read(snapshot, layer, alone)
+                average.mean.add(layer, *loaded.kv.decoded(), loaded.kv.base_position)
             self._source.check_still_there(snapshot, [alone])
         average.mean.count = 1
 
@@ -138,14 +139,12 @@ class Average:
 class _Mean:
     """The mean of a chunk's captures, keys moved to `position`. count: how many captures all layers have."""
 
-    def __init__(self, rotations: Sequence[Rotation | None], position: int) -> None:
-        self._rotations, self._position = rotations, position
+    def __init__(self, rotations: Sequence[Rotation | None], position: int, dtype: torch.dtype) -> None:
+        self._rotations, self._position, self._dtype = rotations, position, dtype
         self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
-        self._dtype = torch.float32
         self.count = 0
 
     def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
-        self._dtype = v.dtype
         rotation = self._rotations[layer]
         k = k.float() if rotation is None else rotation.rotate(k.float(), self._position - position)
         v = v.float()

@@ -38,6 +38,7 @@ from ragkv.engine.job import (
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
+from ragkv.kernels.dispatch import choose
 from ragkv.memory import return_free_pages
 from ragkv.store.segment_store import SegmentStore
 
@@ -100,12 +101,13 @@ class RagKVConnector(KVConnectorBase_V1):
             check_layout(self._vllm_config, self._kv_cache_config)
             subset = SubsetForward(model, self._vllm_config, self._kv_cache_config, device)
             rotations = find_rotations(subset)
+            kernels = choose(extra["kernels"], subset.device)
         except UnsupportedModelError as error:
             return str(error)
         pinned = subset.device.type == "cuda"
         store = SegmentStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        self._worker = _WorkerSide(Source(subset, rotations, store, extra["fingerprint"]), max_tokens)
+        self._worker = _WorkerSide(Source(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
         return None
 
     # Scheduler

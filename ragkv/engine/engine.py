@@ -95,6 +95,7 @@ class Engine:
                 "store": str(store),
                 "store_options": dict(store_options or {}),
                 "fingerprint": fingerprint,
+                "kernels": config.kernels,
             },
         )
         arguments: dict[str, Any] = {

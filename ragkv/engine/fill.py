@@ -1,7 +1,7 @@
 """Puts stored KV into a request's blocks, inside the forward passes over other tokens of the request.
 
-A layer's KV is read, checked, rotated and written just before that layer attends, and dropped after it: no more than
-one layer is held. Knows nothing about policies.
+A layer's KV is read, checked and fused (`ragkv.kernels.kv_fuse`) just before that layer attends, and dropped after it:
+no more than one layer is held. Knows nothing about policies.
 """
 
 import logging
@@ -12,15 +12,22 @@ from typing import Literal
 
 import torch
 
+from ragkv.engine.attention import can_attend, selective
+from ragkv.engine.blocks import Blocks, InPlace, Ordered, find_views
 from ragkv.engine.job import Job, Report, Span
 from ragkv.engine.subset import Piece, SubsetForward
 from ragkv.errors import StoreError
+from ragkv.kernels.dispatch import Kernels
+from ragkv.kernels.kv_fuse import Learned, Staged
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import shift_weights, shifted
+from ragkv.kernels.shift import learn, shift_weights
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
 logger = logging.getLogger(__name__)
+
+_NOT_WRITTEN = -1  # a slot
+_UNKNOWN = 1 << 40  # a position behind every query
 
 
 class BadSpanError(Exception):
@@ -34,34 +41,72 @@ class BadSpanError(Exception):
 
 @dataclass(frozen=True)
 class Loaded:
-    """One layer of a span, for as long as that layer is being computed. keys: moved to the span's place, `[Hkv, T, D]`;
-    kv: as stored."""
+    """One layer of a span as it is stored, on the device, for as long as that layer is being computed."""
 
     span: Span
-    keys: torch.Tensor
     kv: LayerKV
 
+    @property
+    def moved(self) -> int:
+        """How many positions its keys have to go on."""
+        return self.span.start - self.kv.base_position
 
-# Called before each layer attends, with q, k and v `[T, H, D]` of the tokens in the pass; True ends the pass.
-See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, list[Loaded]], bool | None]
 
-# Recomputed tokens of a span: their offsets in it `[c]`, and their fresh K and V `[Hkv, c, D]`.
-Taught = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+@dataclass(frozen=True)
+class Seen:
+    """A layer, before it attends. q, k, v: `[T, H, D]` of the tokens in the pass. key_positions: `[N]`, of the keys;
+    behind every query where there is none."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    loaded: list[Loaded]
+    blocks: Blocks
+    key_positions: torch.Tensor
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[Hkv, N, D]` of all tokens, in the pass or cached."""
+        return self.blocks.keys(self.layer)
+
+
+See = Callable[[Seen], bool | None]  # True ends the pass
 
 
 class Source:
     """Where a worker's chunk KV comes from, and how it is moved. rotations: one for each layer (`find_rotations`)."""
 
     def __init__(
-        self, subset: SubsetForward, rotations: Sequence[Rotation | None], store: KVStore, fingerprint: str
+        self,
+        subset: SubsetForward,
+        rotations: Sequence[Rotation | None],
+        store: KVStore,
+        fingerprint: str,
+        kernels: Kernels,
     ) -> None:
-        self.subset, self.rotations, self.store, self._fingerprint = subset, rotations, store, fingerprint
+        self.subset, self.rotations, self.store, self.kernels = subset, rotations, store, kernels
+        self._fingerprint = fingerprint
+        self._views = find_views(subset)
+        self.can_attend = can_attend(subset)
 
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, (0, self.subset.layers[0].num_kv_heads))
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels work on vLLM's own blocks, where all of a request is."""
+        return self._views is not None
+
+    def blocks(self, job: Job) -> Blocks:
+        block_ids = torch.tensor(job.block_ids)
+        slots = self.subset.slots(torch.arange(len(job.token_ids)), block_ids).to(self.subset.device)
+        if self._views is not None:
+            return InPlace(self.subset, self._views, slots, block_ids)
+        return Ordered(self.subset, slots)
+
     def read(self, snapshot: Snapshot, layer: int, span: Span) -> Loaded:
-        """One layer of a span, moved to its place. Raises BadSpanError unless it is there, verifies and fits."""
+        """One layer of a span. Raises BadSpanError unless it is there, verifies and fits."""
         try:
             kv = snapshot.get(self.key(span), layer)
         except CorruptRecordError as error:
@@ -73,11 +118,7 @@ class Source:
         if tuple(kv.k.shape) != expected:
             reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
             raise BadSpanError(span, reason, is_corrupt=True)
-        device, rotation = self.subset.device, self.rotations[layer]
-        kv = LayerKV(kv.k.to(device), kv.v.to(device), kv.base_position, kv.spread)
-        if rotation is None or span.start == kv.base_position:
-            return Loaded(span, kv.k, kv)
-        return Loaded(span, rotation.rotate(kv.k, span.start - kv.base_position), kv)
+        return Loaded(span, kv.map(lambda tensor: tensor.to(self.subset.device, non_blocking=True)))
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
         """So that nobody reads it again, and it is captured anew."""
@@ -100,8 +141,7 @@ class Fill:
 
     def __init__(self, source: Source, job: Job, report: Report) -> None:
         self._source, self._subset, self._job, self._report = source, source.subset, job, report
-        positions = torch.arange(len(job.token_ids))
-        self._slots = self._subset.slots(positions, torch.tensor(job.block_ids)).to(self._subset.device)
+        self._blocks = source.blocks(job)
 
     def run(
         self,
@@ -111,14 +151,21 @@ class Fill:
         *,
         shift: bool = False,
         stage: Literal["probe_ms", "recompute_ms"] = "recompute_ms",
+        ours: bool = False,
+        flush: bool = True,
     ) -> None:
         """Compute `positions`, loading `spans_at(layer)` just before each layer attends.
 
         shift: what the tokens computed here teach about a loaded span is carried over to the span's other tokens.
-        Time goes to the report's `stage`, apart from the load's. Raises BadSpanError, with some layers written.
+        ours: they attend by `selective_attention`; the spans and `positions` must be all tokens up to the last.
+        flush: False leaves nothing in vLLM's blocks, if they are elsewhere. Time goes to the report's `stage`, apart
+        from the load's. Raises BadSpanError, with some layers written.
         """
         begin, loaded_before = time.perf_counter(), self._report.load_ms
-        taught = _taught_by(positions, self._subset.device) if shift else None
+        blocks, device = self._blocks, self._subset.device
+        on_device = positions.to(device)
+        lesson = _Lesson(positions, device) if shift else None
+        key_positions = self._key_positions(positions, spans_at(0)) if see else on_device
         with self._source.store.snapshot() as snapshot:
 
             def before_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
@@ -126,41 +173,93 @@ class Fill:
                     for span in spans_at(layer + 1):
                         snapshot.prefetch(self._source.key(span), layer + 1)
                 load_begin = time.perf_counter()
-                loaded = [self.load(snapshot, layer, s, taught(s, k, v) if taught else None) for s in spans_at(layer)]
+                spans = spans_at(layer)
+                loaded = [self._source.read(snapshot, layer, span) for span in spans]
+                learned = lesson.learn(loaded, k, v, self._source.rotations[layer]) if lesson else None
+                self._fuse(layer, loaded, learned)
+                if len(positions) and (see or ours):
+                    blocks.put(layer, on_device, k, v)
+                if flush and ours:
+                    blocks.flush(layer, self._job.num_prefix, len(blocks.slots))
+                elif flush:
+                    for span in spans:
+                        blocks.flush(layer, max(span.start, self._job.num_prefix), span.end)
+                load_end = time.perf_counter()
+                self._report.load_ms += 1e3 * (load_end - load_begin)
                 if self._report.trace is not None:
-                    self._report.trace.append((stage, layer, load_begin, time.perf_counter()))
-                return see(layer, q, k, v, loaded) if see else None
+                    self._report.trace.append((stage, layer, load_begin, load_end))
+                return see(Seen(layer, q, k, v, loaded, blocks, key_positions)) if see else None
 
             if len(positions):
-                self._subset.run([piece(self._job, positions)], before_layer)
+                attend = selective(self._subset, self._source.kernels, blocks, on_device) if ours else None
+                self._subset.run([piece(self._job, positions)], before_layer, attend)
             else:  # everything is cached: there is nothing to run, only to write
-                nothing = torch.empty(0, device=self._subset.device)
+                nothing = torch.empty(0, device=device)
                 for layer in range(len(self._subset.layers)):
                     before_layer(layer, nothing, nothing, nothing)
             self._source.check_still_there(snapshot, spans_at(len(self._subset.layers) - 1))
         elapsed_ms = 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
         setattr(self._report, stage, getattr(self._report, stage) + elapsed_ms)
 
-    def load(
-        self,
-        snapshot: Snapshot,
-        layer: int,
-        span: Span,
-        taught: Taught | None = None,
-    ) -> Loaded:
-        """Write one layer of a span into the blocks, shifted by what its recomputed tokens have `taught`."""
-        begin = time.perf_counter()
-        loaded = self._source.read(snapshot, layer, span)
-        k, v = loaded.keys, loaded.kv.v
-        if taught is not None and len(taught[0]):
-            offsets, fresh_k, fresh_v = taught
-            weights = shift_weights(loaded.kv.spread, offsets, k.shape[1])
-            k, v = shifted(k, v, fresh_k, fresh_v, offsets, weights, span.start, self._source.rotations[layer])
-        first = max(0, self._job.num_prefix - span.start)  # what vLLM's prefix cache has must not be written
-        if first < span.end - span.start:
-            self._subset.write(layer, k[:, first:], v[:, first:], self._slots[span.start + first : span.end])
-        self._report.load_ms += 1e3 * (time.perf_counter() - begin)
-        return loaded
+    def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
+        """Write one layer of a span into the blocks."""
+        self._fuse(layer, [self._source.read(snapshot, layer, span)], None)
+        self._blocks.flush(layer, span.start, span.end)
+
+    def _fuse(self, layer: int, loaded: list[Loaded], learned: list[Learned | None] | None) -> None:
+        first = self._job.num_prefix  # what vLLM's prefix cache has must not be written
+        slots, staged = self._blocks.slots, []
+        for item in loaded:
+            own = slots[item.span.start : item.span.end]
+            if isinstance(self._blocks, InPlace) and item.span.start < first:
+                own = own.clone()
+                own[: first - item.span.start] = _NOT_WRITTEN
+            kv = item.kv
+            staged.append(Staged(kv.k, kv.v, own, item.moved, kv.k_scale, kv.v_scale))
+        rotation, caches = self._source.rotations[layer], self._blocks.caches(layer)
+        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
+            which = [i for i, chunk in enumerate(staged) if chunk.k.dtype == dtype]
+            teaching = [learned[i] for i in which] if learned else None
+            self._source.kernels.kv_fuse([staged[i] for i in which], rotation, *caches, teaching)
+
+    def _key_positions(self, positions: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        found = torch.arange(len(self._job.token_ids))
+        found[~covered(len(found), positions, spans)] = _UNKNOWN
+        return found.to(self._subset.device)
+
+
+class _Lesson:
+    """What the tokens of a pass teach about the spans that they lie in."""
+
+    def __init__(self, positions: torch.Tensor, device: torch.device) -> None:
+        self._positions, self._device = positions, device
+        self._on_device = positions.to(device)
+        self._span_to_rows: dict[Span, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def learn(
+        self, loaded: Sequence[Loaded], k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
+    ) -> list[Learned | None]:
+        """For each span, None if none of its tokens is in the pass. k, v: `[T, Hkv, D]`."""
+        fresh_k, fresh_v = k.transpose(0, 1).float(), v.transpose(0, 1)
+        if rotation is not None:
+            fresh_k = rotation.rotate(fresh_k, -self._on_device)
+        return [self._of(item, fresh_k, fresh_v, rotation) for item in loaded]
+
+    def _of(
+        self, item: Loaded, fresh_k: torch.Tensor, fresh_v: torch.Tensor, rotation: Rotation | None
+    ) -> Learned | None:
+        span = item.span
+        if span not in self._span_to_rows:
+            inside = rows_in(self._positions, span)
+            rows, offsets = inside, self._positions[inside] - span.start
+            self._span_to_rows[span] = rows.to(self._device), offsets.to(self._device)
+        rows, offsets = self._span_to_rows[span]
+        if not len(rows):
+            return None
+        cached_k, cached_v = item.kv.decoded(offsets)
+        weights = shift_weights(item.kv.spread, offsets, span.end - span.start)
+        positions = item.kv.base_position + offsets
+        return learn(fresh_k[:, rows], fresh_v[:, rows], cached_k, cached_v, positions, weights, span.start, rotation)
 
 
 def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:
@@ -168,18 +267,13 @@ def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:
     return ((positions >= span.start) & (positions < span.end)).nonzero().flatten()
 
 
-def _taught_by(positions: torch.Tensor, device: torch.device) -> Callable[[Span, torch.Tensor, torch.Tensor], Taught]:
-    """From K and V `[T, Hkv, D]` of a pass over `positions`, those of the tokens that lie in a span."""
-    span_to_rows: dict[Span, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def taught(span: Span, k: torch.Tensor, v: torch.Tensor) -> Taught:
-        if span not in span_to_rows:
-            inside = rows_in(positions, span)
-            span_to_rows[span] = (inside.to(device), (positions[inside] - span.start).to(device))
-        rows, offsets = span_to_rows[span]
-        return offsets, k[rows].transpose(0, 1), v[rows].transpose(0, 1)
-
-    return taught
+def covered(num_tokens: int, positions: torch.Tensor, spans: Iterable[Span]) -> torch.Tensor:
+    """Which of the tokens lie in a span or are among the positions: `[N]` bool."""
+    known = torch.zeros(num_tokens, dtype=torch.bool)
+    known[positions] = True
+    for span in spans:
+        known[span.start : span.end] = True
+    return known
 
 
 def piece(job: Job, positions: torch.Tensor) -> Piece:

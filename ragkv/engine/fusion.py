@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragkv.engine.fill import BadSpanError, Fill, Source, piece, rows_in
+from ragkv.engine.attention import pays
+from ragkv.engine.fill import BadSpanError, Fill, Source, covered, piece, rows_in
 from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
 from ragkv.engine.probes import Deviations, Votes
 from ragkv.errors import StoreError
@@ -108,7 +109,8 @@ class _Request:
 
     def __init__(self, source: Source, job: Job, spans: Sequence[Span], report: Report) -> None:
         assert isinstance(job.task, FuseTask)
-        self._subset, self._spans, self._report, self._policy = source.subset, spans, report, job.task.policy
+        self._source, self._subset, self._spans = source, source.subset, spans
+        self._report, self._policy = report, job.task.policy
         self._num_prefix = job.num_prefix
         self._fill = Fill(source, job, report)
         positions = torch.arange(len(job.token_ids))
@@ -131,7 +133,8 @@ class _Request:
             yield from self._recompute_all(pace)
         elif not policy.recomputes_some:
             self._count(self._uncached)
-            self._fill.run(self._uncached, lambda _layer: self._spans, stage="probe_ms")
+            ours = self._is_ours(self._uncached, self._spans)
+            self._fill.run(self._uncached, self._all_spans, stage="probe_ms", ours=ours)
         else:
             chosen = self._choose(policy)
             if self._report.evenness is not None and self._report.evenness < policy.full_below:
@@ -168,16 +171,18 @@ class _Request:
             return self._uncached[:0]
         layers = policy.voting_layers(len(self._subset.layers))
         spread = policy.name == "query-spread"
-        ballot = Votes(self._subset, self._uncached, voters, layers, len(self._cached), spread)
-        self._fill.run(self._uncached, lambda _layer: self._spans, ballot.see, stage="probe_ms")
-        self._num_loaded = layers.stop
+        ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), spread)
+        ours = self._is_ours(self._uncached, self._spans)
+        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", ours=ours, flush=not ours)
+        self._num_loaded = 0 if ours else layers.stop
+        attention, votes = ballot.results()
         if policy.name == "adaptive":
             least = int(LEAST_SHARE * int(self._cached.sum()))
-            budget = min(budget, max(least, num_covering(ballot.votes, self._eligible)))
-        chosen = top_voted(ballot.votes, self._eligible, budget)
-        attention = float(ballot.attention[self._eligible].sum())
-        self._report.covered = float(ballot.attention[chosen].sum()) / attention if attention else None
-        self._report.evenness = evenness(ballot.attention, self._eligible)
+            budget = min(budget, max(least, num_covering(votes, self._eligible)))
+        chosen = top_voted(votes, self._eligible, budget)
+        whole = float(attention[self._eligible].sum())
+        self._report.covered = float(attention[chosen].sum()) / whole if whole else None
+        self._report.evenness = evenness(attention, self._eligible)
         return chosen
 
     def _choose_by_deviation(self, policy: Policy, budget: int) -> torch.Tensor:
@@ -188,8 +193,8 @@ class _Request:
         for layer, factor in GRADUAL if policy.name == "cacheblend-gradual" else ((1, 1.0),):
             computed = torch.cat([self._uncached, candidates]).sort().values
             of_keys = policy.name == "cacheblend-k"
-            probe = Deviations(computed, min(layer, last), len(self._cached), of_keys=of_keys)
-            self._fill.run(computed, lambda _layer: self._spans, probe.see, stage="probe_ms")
+            probe = Deviations(self._source, computed, min(layer, last), len(self._cached), of_keys=of_keys)
+            self._fill.run(computed, self._all_spans, probe.see, stage="probe_ms")
             candidates = top_deviating(probe.deviations, eligible, int(factor * budget))
             eligible = torch.zeros_like(eligible).index_fill_(0, candidates, True)
         return candidates
@@ -212,15 +217,27 @@ class _Request:
             bound = int(selected[end]) if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             part = selected[done:end]
-            moved = [s for s in reached if len(rows_in(part, s))] if shift else []
+            ours = len(part) == len(selected) and bool(reached) and self._is_ours(part, reached)
+            moved = [s for s in reached if ours or (shift and len(rows_in(part, s)))]
 
             def spans_at(
                 layer: int, reached: Sequence[Span] = reached, moved: Sequence[Span] = moved
             ) -> Sequence[Span]:
                 return reached if layer >= num_loaded else moved
 
-            self._fill.run(part, spans_at, shift=shift)
+            self._fill.run(part, spans_at, shift=shift, ours=ours)
             done = end
+
+    def _all_spans(self, _layer: int) -> Sequence[Span]:
+        return self._spans
+
+    def _is_ours(self, positions: torch.Tensor, spans: Sequence[Span]) -> bool:
+        """Whether these attend by our kernel: it has K and V of all tokens before them, and it pays."""
+        if not (len(positions) and self._source.can_attend and pays(self._source.kernels, positions)):
+            return False
+        if self._source.in_place:
+            return True
+        return bool(covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1].all())
 
 
 def _past_span(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], bool | None]
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class _ReachedStop(Exception):
@@ -45,6 +46,8 @@ class SubsetForward:
         self.model, self.vllm_config, self.device = model, vllm_config, device
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.block_size = spec.block_size
+        assert isinstance(vllm_config.model_config.dtype, torch.dtype)
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
         named = vllm_config.compilation_config.static_forward_context
         self.names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in named]
         self.names.sort(key=list(named).index)
@@ -64,21 +67,24 @@ class SubsetForward:
         return block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write K and V `[Hkv, T, D]` of one layer into the paged cache, in the backend's own layout."""
+        """Write K and V `[T, Hkv, D]` of one layer into the paged cache, in the backend's own layout."""
         attention = self.layers[layer]
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [T, Hkv, D]
-        attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)  # type: ignore[attr-defined]
+        attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, slots)  # type: ignore[attr-defined]
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None) -> None:
+    def run(
+        self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, attend: Attend | None = None
+    ) -> None:
         """Compute the pieces in one forward, leaving their KV in the paged cache.
 
         Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
         tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
         writes its KV and attends, with `[T, H, D]` tensors over all pieces; if it returns True, the forward ends there.
         It ends anyway once the last layer's KV is written: nobody needs what would come out of it.
+        `attend(layer, q)`, if given, computes attention `[T, Hq, D]` in place of the backend, over K and V that
+        `before_layer` has put where both it and the backend find them.
         """
-        with self._hooked(before_layer, pieces), suppress(_ReachedStop):
+        with self._hooked(before_layer, pieces), self._attending(attend), suppress(_ReachedStop):
             self._forward(pieces)
 
     @torch.inference_mode()
@@ -138,6 +144,22 @@ class SubsetForward:
         )
 
     @contextmanager
+    def _attending(self, attend: Attend | None) -> Iterator[None]:
+        layers = self.layers if attend is not None else []
+        for index, layer in enumerate(layers):
+
+            def forward(q: torch.Tensor, *_: object, index: int = index, **__: object) -> torch.Tensor:
+                assert attend is not None
+                return attend(index, q.view(len(q), -1, self.layers[index].head_size)).flatten(1)
+
+            layer.forward = forward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+    @contextmanager
     def _hooked(self, before_layer: BeforeLayer | None, pieces: Sequence[Piece]) -> Iterator[None]:
         last = len(self.layers) - 1
         hooks = []
@@ -152,7 +174,7 @@ class SubsetForward:
                 if before_layer is not None and before_layer(index, q, k, v):
                     raise _ReachedStop
                 if index == last:
-                    self.write(last, k.transpose(0, 1), v.transpose(0, 1), self._all_slots(pieces))
+                    self.write(last, k, v, self._all_slots(pieces))
                     raise _ReachedStop
 
             hooks.append(layer.register_forward_pre_hook(see))

@@ -101,3 +101,13 @@ class WorstChoice(WorkerExtension):
         best = fusion.top_voted
         fusion.top_voted = lambda votes, eligible, num_tokens: best(-votes, eligible, num_tokens)
         return super().ragkv_attach()
+
+
+class Switchable(WorkerExtension):
+    """A worker that can be told to leave attention to vLLM."""
+
+    def use_own_attention(self, wanted: bool):
+        from ragkv.engine import fusion
+        from ragkv.engine.attention import pays
+
+        fusion.pays = pays if wanted else lambda kernels, positions: False

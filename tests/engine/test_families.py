@@ -70,7 +70,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("family", FUSED)
 def test_exact_where_it_must_be(runner, tmp_path, family):
-    harness = start(runner, FUSED[family](), tmp_path)
+    harness = start(runner, FUSED[family](), tmp_path, worker_extension_cls="engine_harness.Switchable")
     try:
         assert harness.engine.unsupported is None
         anchor, chunks, question = parts()
@@ -81,8 +81,12 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
             assert_same(harness.ask_now(*lay_out(anchor, chunks, question, policy)), exact)
         one, task = lay_out(anchor, chunks[:1], question, "none")
         assert_same(harness.ask_now(one, task), harness.ask_now(one))
-        some = harness.ask_now(*lay_out(anchor, chunks, question, "query:0.2")).report
-        assert some.problem is None and 0 < some.recomputed_tokens < 0.25 * len(token_ids)
+        for policy in ("query:0.2", "query+shift:0.2", "cacheblend:0.2", "cacheblend-k:0.2", "epic:0.2"):
+            some = harness.ask_now(*lay_out(anchor, chunks, question, policy))
+            assert some.report.problem is None and 0 < some.report.recomputed_tokens < 0.25 * len(token_ids)
+            harness.run(harness.engine._llm.collective_rpc("use_own_attention", args=(False,)))
+            assert_same(some, harness.ask_now(*lay_out(anchor, chunks, question, policy)))
+            harness.run(harness.engine._llm.collective_rpc("use_own_attention", args=(True,)))
     finally:
         harness.close()
 

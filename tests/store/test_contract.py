@@ -137,7 +137,7 @@ def test_records_of_several_codecs_lie_side_by_side(tmp_path):
     store = SegmentStore(tmp_path / "kv", codec="int8")
     store.put([(make_key(chunk=2), make_layers(seed=1, num_tokens=64))])
     with store.snapshot() as snapshot:
-        exact, rounded = (snapshot.get(make_key(chunk=i), 2).k for i in (1, 2))
+        exact, rounded = (snapshot.get(make_key(chunk=i), 2).decoded()[0] for i in (1, 2))
     assert torch.equal(exact, make_layers(seed=1, num_tokens=64)[2].k)
     assert 0 < (exact - rounded).abs().max() < 0.02
     assert store.verify().problems == []

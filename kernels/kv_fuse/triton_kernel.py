@@ -1,0 +1,160 @@
+"""`kv_fuse` in one launch for all chunks of a request."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ragkv.kernels.kv_fuse import FIELDS, Learned, Staged, table
+from ragkv.kernels.rotation import Rotation
+
+_NUMBERS = 2048  # of a program: some tokens of one head, in few enough registers
+
+
+def kv_fuse(
+    chunks: list[Staged],
+    rotation: Rotation | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    learned: list[Learned | None] | None = None,
+) -> None:
+    """As `kv_fuse_reference`. The chunks have one stored type, contiguous. Keeps nothing of them: they may be given
+    back once the stream has come past this."""
+    if not any(chunk.k.shape[1] for chunk in chunks):
+        return
+    device = key_cache.device
+    num_heads, _, head_size = chunks[0].k.shape
+    block_d = triton.next_power_of_2(head_size)
+    block_t = max(1, _NUMBERS // block_d)
+    tiles = [(i, start) for i, chunk in enumerate(chunks) for start in range(0, chunk.k.shape[1], block_t)]
+    rows = table(chunks, learned)
+    numbers = torch.tensor([number for row in (*tiles, *rows) for number in row])
+    numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    _kv_fuse[(len(tiles), num_heads)](
+        numbers,
+        numbers[2 * len(tiles) :],
+        None if rotation is None else rotation.cos,
+        None if rotation is None else rotation.sin,
+        key_cache,
+        value_cache,
+        key_cache.shape[1],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEAD_SIZE=head_size,
+        PAIRS=0 if rotation is None else rotation.cos.shape[-1],
+        NEOX=rotation is None or rotation.neox,
+        STORED=_TYPES[chunks[0].k.dtype],
+        SCALED=chunks[0].k_scale is not None,
+        FP8=chunks[0].k.dtype == torch.float8_e4m3fn,
+        ALIGN=16 if all(row[0] % 16 == row[1] % 16 == 0 for row in rows) else 1,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        FIELDS=FIELDS,
+    )
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.int8,  # converted by its bits
+}
+
+
+@triton.jit
+def _number(x, FP8: tl.constexpr):
+    """A stored number in float32. e4m3's bits, seven places up, are those of a float16 of 2^-8 times its value."""
+    if FP8:
+        bits = x.to(tl.int16)
+        half = ((bits << 7) & 0x3F80) | (bits & -0x8000)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return x.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["block_size"])
+def _kv_fuse(
+    tiles,
+    rows,
+    cos,
+    sin,
+    key_cache,
+    value_cache,
+    block_size,
+    key_block,
+    key_row,
+    key_head,
+    value_block,
+    value_row,
+    value_head,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NEOX: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = rows + tl.load(tiles + 2 * tile) * FIELDS
+    num_tokens, moved, start = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
+    t = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    there, within = t < num_tokens, d < HEAD_SIZE
+    slots = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.int64)) + t, mask=there, other=-1)
+    written = (slots >= 0)[:, None] & within[None, :]
+    at = (head * num_tokens + t)[:, None] * HEAD_SIZE
+
+    # Each dimension's partner in the rotation, and the sign with which it enters.
+    if NEOX:
+        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+        pair = tl.where(d < PAIRS, d, d - PAIRS)
+        sign = tl.where(d < PAIRS, -1.0, 1.0)
+    else:
+        partner = tl.where(d < 2 * PAIRS, d ^ 1, d)
+        pair = d // 2
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    turned = d < 2 * PAIRS
+    pair = tl.where(turned, pair, 0)
+
+    keys = tl.multiple_of(tl.load(row).to(tl.pointer_type(STORED)), ALIGN)
+    k = _number(tl.load(keys + at + d[None, :], mask=written, other=0), FP8)
+    if SCALED:
+        scales = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        k = k * tl.load(scales + d, mask=within, other=0.0)[None, :]
+    if PAIRS:
+        other = _number(tl.load(keys + at + partner[None, :], mask=written, other=0), FP8)
+        if SCALED:
+            other = other * tl.load(scales + partner, mask=within, other=0.0)[None, :]
+        distance = tl.abs(moved)
+        c = tl.load(cos + distance * PAIRS + pair, mask=turned, other=1.0)
+        s = tl.load(sin + distance * PAIRS + pair, mask=turned, other=0.0) * tl.where(moved < 0, -1.0, 1.0)
+        k = k * c[None, :] + other * (sign * s)[None, :]
+
+    values = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(STORED)), ALIGN)
+    v = _number(tl.load(values + at + d[None, :], mask=written, other=0), FP8)
+    if SCALED:
+        by_token = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + head * num_tokens
+        v = v * tl.load(by_token + t, mask=there, other=0.0)[:, None]
+
+    if tl.load(row + 7) != 0:
+        weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=there, other=0.0)[:, None]
+        learned_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        term = tl.load(learned_k + d, mask=within, other=0.0)[None, :]
+        if PAIRS:
+            places = (start + t)[:, None] * PAIRS + pair[None, :]
+            turning = there[:, None] & turned[None, :]
+            term = term * tl.load(cos + places, mask=turning, other=1.0)
+            across = sign * tl.load(learned_k + partner, mask=within, other=0.0)
+            term += across[None, :] * tl.load(sin + places, mask=turning, other=0.0)
+        k += weights * term
+        learned_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        v += weights * tl.load(learned_v + d, mask=within, other=0.0)[None, :]
+
+    block, line = slots // block_size, slots % block_size
+    to = (block * key_block + line * key_row + head * key_head)[:, None] + d[None, :]
+    tl.store(key_cache + to, k.to(key_cache.dtype.element_ty), mask=written)
+    to = (block * value_block + line * value_row + head * value_head)[:, None] + d[None, :]
+    tl.store(value_cache + to, v.to(value_cache.dtype.element_ty), mask=written)

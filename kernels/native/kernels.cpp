@@ -1,0 +1,466 @@
+// The operators on CPU, called by ctypes (`ragkv.kernels.native`); their definitions are the references in Python.
+//
+// Compiled for several instruction sets; vectors are GCC's and Clang's own. Products are tiles of ROWS x 2 vectors that
+// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. No NaN or infinity
+// is looked for: what a row doesn't see is set to LOWEST.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int W = 8, ROWS = 6;
+#else
+constexpr int W = 4, ROWS = 4;
+#endif
+constexpr int KEYS = 128;  // of a block, a multiple of 2 W
+constexpr float LOWEST = -1e30f;
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int32_t ivec __attribute__((vector_size(W * 4)));
+
+inline vec load(const float* x) {
+  vec y;
+  std::memcpy(&y, x, sizeof y);
+  return y;
+}
+inline void store(float* x, vec y) { std::memcpy(x, &y, sizeof y); }
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+inline float number(float x) { return x; }
+inline float number(_Float16 x) { return float(x); }
+inline float number(int8_t x) { return x; }
+inline float number(bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline float number(e4m3 x) {  // its bits, seven places up, are those of a half of 2^-8 times its value
+  const uint16_t bits = uint16_t((x.bits & 0x7f) << 7 | (x.bits & 0x80) << 8);
+  _Float16 y;
+  std::memcpy(&y, &bits, sizeof y);
+  return float(y) * 256.0f;
+}
+inline void put(float* to, float x) { *to = x; }
+inline void put(_Float16* to, float x) { *to = _Float16(x); }
+inline void put(bfloat16* to, float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x for x <= 0, to 2 units in the last place (Cephes' polynomial).
+inline vec exp_(vec x) {
+  x = x < vec{} - 87.0f ? vec{} - 87.0f : x;
+  const ivec power = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);  // rounds: what is cut off is below 0
+  const vec n = __builtin_convertvector(power, vec);
+  const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vec p = vec{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const ivec bits = (power + 127) << 23;
+  vec scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return p * scale;
+}
+
+// s[0..n) becomes e^(s - most); returns the sum. n is a multiple of W.
+inline float exponentials(float* s, int n, float most) {
+  vec added{};
+  for (int i = 0; i < n; i += W) {
+    const vec p = exp_(load(s + i) - most);
+    store(s + i, p);
+    added += p;
+  }
+  float sum = 0;
+  for (int i = 0; i < W; ++i) sum += added[i];
+  return sum;
+}
+
+inline float largest(const float* s, int n, float most) {
+  vec highest = load(s);
+  for (int i = W; i < n; i += W) {
+    const vec x = load(s + i);
+    highest = x > highest ? x : highest;
+  }
+  for (int i = 0; i < W; ++i) most = std::max(most, highest[i]);
+  return most;
+}
+
+inline void cap(float* s, int n, float soft_cap) {
+  for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] / soft_cap);
+}
+
+// to[ROWS][2 W] (+)= a b: a[r][i] is a[i * a_step + r * a_row], b is [depth][b_step].
+template <bool ADD>
+inline void product(const float* a, int a_step, int a_row, const float* b, int b_step, int depth, float* to,
+                    int64_t to_step) {
+  vec sums[ROWS][2];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 2; ++c) sums[r][c] = ADD ? load(to + r * to_step + c * W) : vec{};
+  for (int i = 0; i < depth; ++i) {
+    const vec left = load(b + i * b_step), right = load(b + i * b_step + W);
+    for (int r = 0; r < ROWS; ++r) {
+      const float factor = a[i * a_step + r * a_row];
+      sums[r][0] += factor * left;
+      sums[r][1] += factor * right;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 2; ++c) store(to + r * to_step + c * W, sums[r][c]);
+}
+
+// Up to KEYS rows of `size` numbers become columns of `to` [size][KEYS], zeros behind them.
+template <typename T, typename At>
+inline void pack_columns(At row_at, int count, int size, float* to) {
+  for (int i = 0; i < count; ++i) {
+    const T* row = row_at(i);
+    for (int d = 0; d < size; ++d) to[size_t(d) * KEYS + i] = number(row[d]);
+  }
+  for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
+}
+
+int num_threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+struct Paged {  // [blocks, block_size, Hkv, D], strides in numbers
+  int64_t block, row, head, block_size;
+};
+
+// selective_attention
+
+struct Attention {
+  int64_t num_queries, num_heads, num_kv_heads, size;
+  const int64_t *positions, *block_table;
+  Paged keys, values;
+  float scale, soft_cap;
+  int64_t window;      // 0: none
+  const float* sinks;  // null: none
+};
+
+template <typename T>
+void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int64_t head, int64_t first, int64_t last) {
+  const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size);
+  const int width = (size + 2 * W - 1) / (2 * W) * (2 * W);
+  const int num_rows = int(last - first) * group, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
+  std::vector<float> queries(size_t(padded) * size), sums(size_t(padded) * width), keys(size_t(size) * KEYS),
+      values(size_t(KEYS) * width), scores(ROWS * KEYS), top(padded, LOWEST), total(padded);
+  std::vector<int64_t> place(padded);
+  for (int row = 0; row < padded; ++row) {  // packed by ROWS: [padded / ROWS][size][ROWS]
+    const int like = std::min(row, num_rows - 1);
+    const int64_t query = first + like / group, of = head * group + like % group;
+    place[row] = c.positions[query];
+    if (c.sinks) top[row] = c.sinks[of], total[row] = 1.0f;
+    const T* from = q + (query * c.num_heads + of) * size;
+    for (int d = 0; d < size; ++d)
+      queries[(size_t(row / ROWS) * size + d) * ROWS + row % ROWS] = number(from[d]) * c.scale;
+  }
+  const auto at = [&](const T* cache, const Paged& layout, int64_t n) {
+    return cache + c.block_table[n / layout.block_size] * layout.block + n % layout.block_size * layout.row +
+           head * layout.head;
+  };
+  const int64_t end = place[padded - 1] + 1;
+  const int64_t begin = c.window ? std::max<int64_t>(0, place[0] - c.window + 1) : 0;
+  for (int64_t n = begin; n < end; n += KEYS) {
+    const int count = int(std::min<int64_t>(KEYS, end - n));
+    pack_columns<T>([&](int i) { return at(k, c.keys, n + i); }, count, size, keys.data());
+    for (int i = 0; i < count; ++i) {
+      const T* value = at(v, c.values, n + i);
+      for (int d = 0; d < size; ++d) values[size_t(i) * width + d] = number(value[d]);
+    }
+    std::fill(values.begin() + size_t(count) * width, values.end(), 0.0f);
+    for (int row = 0; row < padded; row += ROWS) {
+      if (place[row + ROWS - 1] < n) continue;                          // all are past
+      if (c.window && place[row] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
+      for (int col = 0; col < KEYS; col += 2 * W)
+        product<false>(&queries[size_t(row) * size], ROWS, 1, &keys[col], KEYS, size, &scores[col], KEYS);
+      for (int r = 0; r < ROWS; ++r) {
+        float* s = &scores[r * KEYS];
+        if (c.soft_cap) cap(s, KEYS, c.soft_cap);
+        const int64_t seen = place[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
+        for (int64_t i = std::max<int64_t>(0, seen); i < KEYS; ++i) s[i] = LOWEST;
+        for (int64_t i = 0; i < std::min<int64_t>(unseen, KEYS); ++i) s[i] = LOWEST;
+        if (seen <= 0 || unseen >= KEYS) {
+          std::fill(s, s + KEYS, 0.0f);
+          continue;
+        }
+        const float most = largest(s, KEYS, top[row + r]);
+        const float sum = exponentials(s, KEYS, most);
+        if (most > top[row + r]) {
+          const float faded = std::exp(top[row + r] - most);
+          total[row + r] *= faded;
+          float* o = &sums[size_t(row + r) * width];
+          for (int d = 0; d < width; ++d) o[d] *= faded;
+          top[row + r] = most;
+        }
+        total[row + r] += sum;
+      }
+      for (int col = 0; col < width; col += 2 * W)
+        product<true>(scores.data(), 1, KEYS, &values[col], width, KEYS, &sums[size_t(row) * width + col], width);
+    }
+  }
+  for (int row = 0; row < num_rows; ++row) {
+    T* to = out + ((first + row / group) * c.num_heads + head * group + row % group) * size;
+    for (int d = 0; d < size; ++d) put(to + d, sums[size_t(row) * width + d] / total[row]);
+  }
+}
+
+template <typename T>
+void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
+  const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 192 / group);
+  const int64_t wanted = c.num_queries * c.num_kv_heads / (6 * num_threads());  // so that all are busy to the end
+  const int64_t per_tile = std::min(at_most, std::max<int64_t>(std::max<int64_t>(1, 24 / group), wanted));
+  const int64_t num_tiles = (c.num_queries + per_tile - 1) / per_tile;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t i = 0; i < num_tiles * c.num_kv_heads; ++i) {
+    const int64_t tile = num_tiles - 1 - i / c.num_kv_heads;  // the longest first
+    attend(c, (const T*)q, (const T*)k, (const T*)v, (T*)out, i % c.num_kv_heads, tile * per_tile,
+           std::min(c.num_queries, (tile + 1) * per_tile));
+  }
+}
+
+// query_scores
+
+struct Scores {
+  int64_t num_queries, num_heads, num_kv_heads, size, num_tokens, k_head, k_token;
+  const int64_t *q_positions, *k_positions;
+  float scale, soft_cap;
+  int64_t window;
+};
+
+// Adds the attention of rows [first, last) (query, member of the group) of one KV head to votes [N].
+template <typename T>
+void vote(const Scores& c, const T* q, const T* k, int64_t head, int first, int last, float* votes) {
+  const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size);
+  const int num_rows = last - first, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
+  const int64_t width = (c.num_tokens + KEYS - 1) / KEYS * KEYS;
+  std::vector<float> queries(size_t(padded) * size), keys(size_t(size) * KEYS), scores(size_t(padded) * width);
+  for (int row = 0; row < padded; ++row) {
+    const int like = first + std::min(row, num_rows - 1);
+    const T* from = q + (int64_t(like / group) * c.num_heads + head * group + like % group) * size;
+    for (int d = 0; d < size; ++d)
+      queries[(size_t(row / ROWS) * size + d) * ROWS + row % ROWS] = number(from[d]) * c.scale;
+  }
+  for (int64_t n = 0; n < c.num_tokens; n += KEYS) {
+    const int count = int(std::min<int64_t>(KEYS, c.num_tokens - n));
+    pack_columns<T>([&](int i) { return k + head * c.k_head + (n + i) * c.k_token; }, count, size, keys.data());
+    for (int row = 0; row < padded; row += ROWS)
+      for (int col = 0; col < KEYS; col += 2 * W)
+        product<false>(&queries[size_t(row) * size], ROWS, 1, &keys[col], KEYS, size,
+                       &scores[size_t(row) * width + n + col], width);
+  }
+  for (int row = 0; row < num_rows; ++row) {
+    float* s = &scores[size_t(row) * width];
+    const int64_t last_seen = c.q_positions[(first + row) / group];
+    const int64_t first_seen = c.window ? last_seen - c.window + 1 : INT64_MIN;
+    if (c.soft_cap) cap(s, int(width), c.soft_cap);
+    for (int64_t n = 0; n < c.num_tokens; ++n)
+      s[n] = c.k_positions[n] <= last_seen && c.k_positions[n] >= first_seen ? s[n] : LOWEST;
+    std::fill(s + c.num_tokens, s + width, LOWEST);
+    const float share = 1.0f / exponentials(s, int(width), largest(s, int(width), LOWEST));
+    for (int64_t n = 0; n < c.num_tokens; ++n) votes[n] += share * s[n];
+  }
+}
+
+template <typename T>
+void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
+  const int rows_each = 4 * ROWS, rows = int(c.num_queries * (c.num_heads / c.num_kv_heads));
+  const int parts = (rows + rows_each - 1) / rows_each, units = parts * int(c.num_kv_heads);
+  const int teams = std::min(units, num_threads());
+  std::vector<float> sums(size_t(teams) * c.num_tokens);
+#pragma omp parallel for schedule(static, 1)
+  for (int team = 0; team < teams; ++team)  // each its own units: sums don't depend on who is quicker
+    for (int i = team; i < units; i += teams)
+      vote(c, (const T*)q, (const T*)k, i / parts, i % parts * rows_each, std::min(rows, (i % parts + 1) * rows_each),
+           &sums[size_t(team) * c.num_tokens]);
+  std::fill(votes, votes + c.num_tokens, 0.0f);
+  for (int team = 0; team < teams; ++team)
+    for (int64_t n = 0; n < c.num_tokens; ++n) votes[n] += sums[size_t(team) * c.num_tokens + n];
+}
+
+// kv_fuse
+
+struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
+  const void *k, *v;
+  const float *k_scale, *v_scale;
+  const int64_t* slots;
+  const float *learned_k, *learned_v, *weights;
+  int64_t num_tokens, moved, start;
+};
+static_assert(sizeof(Chunk) == 11 * 8, "as the table has it");
+
+struct Fuse {
+  int64_t num_heads, size, pairs;
+  int neox;
+  const float *cos, *sin;
+  Paged keys, values;
+};
+
+// x += weight * (R y), or x = R x where y is x and weight 1; c and s of `pairs`, s times `sign`.
+inline void turn(const Fuse& f, const float* c, const float* s, float sign, float* x) {
+  if (f.neox)
+    for (int64_t i = 0; i < f.pairs; ++i) {
+      const float a = x[i], b = x[i + f.pairs], sine = sign * s[i];
+      x[i] = a * c[i] - b * sine;
+      x[i + f.pairs] = b * c[i] + a * sine;
+    }
+  else
+    for (int64_t i = 0; i < f.pairs; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1], sine = sign * s[i];
+      x[2 * i] = a * c[i] - b * sine;
+      x[2 * i + 1] = b * c[i] + a * sine;
+    }
+}
+
+template <typename S, typename T>
+void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64_t head, int64_t first, int64_t last) {
+  const int64_t size = f.size;
+  std::vector<float> row(size), moved(size);
+  float *x = row.data(), *y = moved.data();
+  const int64_t distance = chunk.moved < 0 ? -chunk.moved : chunk.moved;
+  const float sign = chunk.moved < 0 ? -1.0f : 1.0f;
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t slot = chunk.slots[t];
+    if (slot < 0) continue;
+    const S* from = (const S*)chunk.k + (head * chunk.num_tokens + t) * size;
+    for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
+    if (chunk.k_scale)
+      for (int64_t d = 0; d < size; ++d) x[d] *= chunk.k_scale[head * size + d];
+    if (chunk.moved) turn(f, f.cos + distance * f.pairs, f.sin + distance * f.pairs, sign, x);
+    const float weight = chunk.weights ? chunk.weights[t] : 0.0f;
+    if (chunk.weights) {
+      const int64_t place = (chunk.start + t) * f.pairs;
+      std::memcpy(y, chunk.learned_k + head * size, size * sizeof(float));
+      turn(f, f.cos + place, f.sin + place, 1.0f, y);
+      for (int64_t d = 0; d < size; ++d) x[d] += weight * y[d];
+    }
+    const int64_t block = slot / f.keys.block_size, line = slot % f.keys.block_size;
+    T* to = key_cache + block * f.keys.block + line * f.keys.row + head * f.keys.head;
+    for (int64_t d = 0; d < size; ++d) put(to + d, x[d]);
+
+    from = (const S*)chunk.v + (head * chunk.num_tokens + t) * size;
+    for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
+    if (chunk.v_scale)
+      for (int64_t d = 0; d < size; ++d) x[d] *= chunk.v_scale[head * chunk.num_tokens + t];
+    if (chunk.weights)
+      for (int64_t d = 0; d < size; ++d) x[d] += weight * chunk.learned_v[head * size + d];
+    to = value_cache + block * f.values.block + line * f.values.row + head * f.values.head;
+    for (int64_t d = 0; d < size; ++d) put(to + d, x[d]);
+  }
+}
+
+template <typename S, typename T>
+void fuse_all(const Fuse& f, const Chunk* chunks, int64_t num_chunks, void* key_cache, void* value_cache) {
+  constexpr int64_t TOKENS = 64;
+  struct Unit {
+    int64_t chunk, head, first;
+  };
+  std::vector<Unit> units;
+  for (int64_t i = 0; i < num_chunks; ++i)
+    for (int64_t head = 0; head < f.num_heads; ++head)
+      for (int64_t t = 0; t < chunks[i].num_tokens; t += TOKENS) units.push_back({i, head, t});
+#pragma omp parallel for schedule(static)
+  for (size_t i = 0; i < units.size(); ++i) {
+    const Chunk& chunk = chunks[units[i].chunk];
+    fuse<S, T>(f, chunk, (T*)key_cache, (T*)value_cache, units[i].head, units[i].first,
+               std::min(chunk.num_tokens, units[i].first + TOKENS));
+  }
+}
+
+template <typename T>
+int fuse_stored(int stored, const Fuse& f, const Chunk* chunks, int64_t num_chunks, void* k, void* v) {
+  switch (stored) {
+    case 0: return fuse_all<float, T>(f, chunks, num_chunks, k, v), 0;
+    case 1: return fuse_all<_Float16, T>(f, chunks, num_chunks, k, v), 0;
+    case 2: return fuse_all<bfloat16, T>(f, chunks, num_chunks, k, v), 0;
+    case 3: return fuse_all<int8_t, T>(f, chunks, num_chunks, k, v), 0;
+    case 4: return fuse_all<e4m3, T>(f, chunks, num_chunks, k, v), 0;
+  }
+  return -1;
+}
+
+}  // namespace
+
+// Types: 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 float8_e4m3fn. Each returns 0, or -1 for a type it doesn't know.
+extern "C" {
+
+int ragkv_selective_attention(int type, const void* q, const void* k, const void* v, void* out, const int64_t* positions,
+                              const int64_t* block_table, const float* sinks, const int64_t* shape,
+                              const int64_t* key_strides, const int64_t* value_strides, float scale, float soft_cap) {
+  const Attention call{shape[0],
+                       shape[1],
+                       shape[2],
+                       shape[3],
+                       positions,
+                       block_table,
+                       {key_strides[0], key_strides[1], key_strides[2], shape[4]},
+                       {value_strides[0], value_strides[1], value_strides[2], shape[4]},
+                       scale,
+                       soft_cap,
+                       shape[5],
+                       sinks};
+  switch (type) {
+    case 0: return attend_all<float>(call, q, k, v, out), 0;
+    case 1: return attend_all<_Float16>(call, q, k, v, out), 0;
+    case 2: return attend_all<bfloat16>(call, q, k, v, out), 0;
+  }
+  return -1;
+}
+
+int ragkv_query_scores(int type, const void* q, const void* k, const int64_t* q_positions, const int64_t* k_positions,
+                       float* votes, const int64_t* shape, float scale, float soft_cap) {
+  const Scores call{shape[0],    shape[1],    shape[2], shape[3], shape[4], shape[5],
+                    shape[6],    q_positions, k_positions, scale, soft_cap, shape[7]};
+  switch (type) {
+    case 0: return vote_all<float>(call, q, k, votes), 0;
+    case 1: return vote_all<_Float16>(call, q, k, votes), 0;
+    case 2: return vote_all<bfloat16>(call, q, k, votes), 0;
+  }
+  return -1;
+}
+
+int ragkv_kv_fuse(int stored, int type, const void* chunks, int64_t num_chunks, const float* cos, const float* sin,
+                  void* key_cache, void* value_cache, const int64_t* shape, const int64_t* key_strides,
+                  const int64_t* value_strides) {
+  const Fuse call{shape[0],
+                  shape[1],
+                  shape[2],
+                  int(shape[3]),
+                  cos,
+                  sin,
+                  {key_strides[0], key_strides[1], key_strides[2], shape[4]},
+                  {value_strides[0], value_strides[1], value_strides[2], shape[4]}};
+  const auto rows = (const Chunk*)chunks;
+  switch (type) {
+    case 0: return fuse_stored<float>(stored, call, rows, num_chunks, key_cache, value_cache);
+    case 1: return fuse_stored<_Float16>(stored, call, rows, num_chunks, key_cache, value_cache);
+    case 2: return fuse_stored<bfloat16>(stored, call, rows, num_chunks, key_cache, value_cache);
+  }
+  return -1;
+}
+
+}  // extern "C"

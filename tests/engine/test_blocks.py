@@ -1,0 +1,86 @@
+"""K and V of a request where kernels find them: in memory of ours, or in a backend's own blocks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ragkv.engine.blocks import InPlace, Ordered, find_views, find_written
+
+BLOCK_SIZE, NUM_BLOCKS, HEADS, SIZE = 8, 5, 3, 4
+LAYOUTS = {
+    "K and V, NHD": ((2, NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE), lambda x: x.unbind(0)),
+    "blocks, NHD": ((NUM_BLOCKS, 2, BLOCK_SIZE, HEADS, SIZE), lambda x: x.unbind(1)),
+    "K and V, HND": (
+        (2, NUM_BLOCKS, HEADS, BLOCK_SIZE, SIZE),
+        lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
+    ),
+    "blocks, HND": (
+        (NUM_BLOCKS, 2, HEADS, BLOCK_SIZE, SIZE),
+        lambda x: (x[:, 0].transpose(1, 2), x[:, 1].transpose(1, 2)),
+    ),
+}
+
+
+class Backend:
+    """A subset forward whose one layer is written in a given layout."""
+
+    def __init__(self, shape, split):
+        cache = torch.zeros(shape)
+        self.layers = [SimpleNamespace(num_kv_heads=HEADS, head_size=SIZE, kv_cache=cache)]
+        self.block_size, self.dtype, self.device = BLOCK_SIZE, torch.float32, torch.device("cpu")
+        self._caches = split(cache)
+
+    def write(self, layer, k, v, slots):
+        for cache, x in zip(self._caches, (k, v), strict=True):
+            cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = x
+
+    def read(self, slots):
+        return [cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] for cache in self._caches]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_backend_s_layout_is_found_by_what_it_writes(layout):
+    backend = Backend(*LAYOUTS[layout])
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:11]
+    blocks = InPlace(backend, find_written(backend), slots, torch.arange(NUM_BLOCKS))
+    key_cache, value_cache = blocks.caches(0)
+    assert key_cache.shape == value_cache.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
+    k, v = torch.randn(2, 11, HEADS, SIZE)
+    blocks.put(0, torch.arange(11), k, v)
+    for found, cache, expected in zip(backend.read(slots), (key_cache, value_cache), (k, v), strict=True):
+        assert torch.equal(found, expected)
+        assert torch.equal(cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE], expected)
+
+
+def test_keys_of_a_request_come_in_order_from_the_backend_s_blocks():
+    backend = Backend(*LAYOUTS["K and V, NHD"])
+    block_ids = torch.tensor([4, 1])
+    positions = torch.arange(13)
+    slots = block_ids[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    blocks = InPlace(backend, find_written(backend), slots, block_ids)
+    k, v = torch.randn(2, 13, HEADS, SIZE)
+    blocks.put(0, positions, k, v)
+    assert torch.equal(blocks.keys(0), k.transpose(0, 1))
+
+
+def test_another_layout_is_left_alone():
+    def packed(x):  # two numbers of a head from two tokens side by side
+        return [half.view(NUM_BLOCKS, HEADS, SIZE, BLOCK_SIZE).permute(0, 3, 1, 2) for half in x]
+
+    assert find_written(Backend((2, NUM_BLOCKS, HEADS, SIZE * BLOCK_SIZE), packed)) is None
+    assert find_views(Backend(*LAYOUTS["K and V, NHD"])) is None  # on CPU the backend's packing isn't ours to know
+
+
+def test_what_lies_in_order_reaches_the_backend_when_it_is_flushed():
+    backend = Backend(*LAYOUTS["blocks, HND"])
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:20]
+    blocks = Ordered(backend, slots)
+    k, v = torch.randn(2, 20, HEADS, SIZE)
+    blocks.put(0, torch.arange(20), k, v)
+    assert torch.equal(blocks.keys(0), k.transpose(0, 1))
+    assert not any(x.any() for x in backend.read(slots))
+    blocks.flush(0, 3, 9)
+    for found, expected in zip(backend.read(slots), (k, v), strict=True):
+        assert torch.equal(found[3:9], expected[3:9])
+        assert not found[:3].any() and not found[9:].any()
