@@ -1,9 +1,8 @@
 """Carries what the recomputed tokens of a chunk teach over to the chunk's other tokens."""
 
-import torch
+from collections.abc import Sequence
 
-from ragkv.kernels.kv_fuse import Learned
-from ragkv.kernels.rotation import Rotation
+import torch
 
 DAMPING = 8  # tokens: a mean over few tokens is noise
 MAX_RATIO = 2.0  # no token moves more than so many times as far as the recomputed ones did
@@ -24,25 +23,24 @@ def shift_weights(spread: torch.Tensor | None, offsets: torch.Tensor, num_tokens
     return weight * (spread / mean).clamp(max=MAX_RATIO)
 
 
+def averaging(counts: Sequence[int]) -> torch.Tensor:
+    """The matrix `[chunks, c]` that takes the mean of each chunk's tokens, `counts` of them, at least one."""
+    return torch.block_diag(*(torch.full((1, count), 1 / count) for count in counts))
+
+
 def learn(
     fresh_k: torch.Tensor,
     fresh_v: torch.Tensor,
     cached_k: torch.Tensor,
     cached_v: torch.Tensor,
-    positions: torch.Tensor,
-    weights: torch.Tensor,
-    start: int,
-    rotation: Rotation | None,
-) -> Learned:
-    """k = mean_S [R(−s) K_new(s) − R(−s') K(s)], v = mean_S [V_new(s) − V(s)] over the recomputed tokens S of a chunk;
-    then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its tokens t (`ragkv.kernels.kv_fuse`).
+    averaging: torch.Tensor,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each chunk, k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed tokens
+    S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`ragkv.kernels.kv_fuse`).
 
-    fresh_k: `[Hkv, c, D]`, as just computed, rotated back to position 0; cached_k: as it was stored, for `positions`
-    `[c]`; fresh_v, cached_v: `[Hkv, c, D]`. weights: `[T]`, of all tokens of the chunk, which begins at `start`.
-    Computes in float32.
+    All `[Hkv, c, D]`, the recomputed tokens of all chunks one after the other: as just computed, and as cached; keys
+    rotated back to position 0. averaging: `[chunks, c]` (`averaging`). Returns `[Hkv, D]` float32 twice for each chunk.
     """
-    cached_k = cached_k.float()
-    if rotation is not None:
-        cached_k = rotation.rotate(cached_k, -positions)
-    mean_k, mean_v = ((fresh.float() - cached).mean(1) for fresh, cached in ((fresh_k, cached_k), (fresh_v, cached_v)))
-    return Learned(mean_k, mean_v, weights, start)
+    means = [averaging @ (fresh.float() - cached) for fresh, cached in ((fresh_k, cached_k), (fresh_v, cached_v))]
+    k, v = (mean.transpose(0, 1).contiguous() for mean in means)  # [chunks, Hkv, D]
+    return list(zip(k, v, strict=True))

@@ -23,6 +23,7 @@ constexpr int W = 8, ROWS = 6;
 constexpr int W = 4, ROWS = 4;
 #endif
 constexpr int KEYS = 128;  // of a block, a multiple of 2 W
+constexpr int64_t MOST_SCORES = 1 << 18;  // that a thread holds at a time
 constexpr float LOWEST = -1e30f;
 
 typedef float vec __attribute__((vector_size(W * 4)));
@@ -129,14 +130,21 @@ inline void product(const float* a, int a_step, int a_row, const float* b, int b
     for (int c = 0; c < 2; ++c) store(to + r * to_step + c * W, sums[r][c]);
 }
 
-// Up to KEYS rows of `size` numbers become columns of `to` [size][KEYS], zeros behind them.
+// Up to KEYS rows of `size` numbers become columns of `to` [size][KEYS], zeros behind them. In squares, so that neither
+// side is walked over at a distance.
 template <typename T, typename At>
 inline void pack_columns(At row_at, int count, int size, float* to) {
-  for (int i = 0; i < count; ++i) {
-    const T* row = row_at(i);
-    for (int d = 0; d < size; ++d) to[size_t(d) * KEYS + i] = number(row[d]);
-  }
-  for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
+  constexpr int SIDE = 8;
+  for (int i = 0; i < KEYS; i += SIDE)
+    for (int d = 0; d < size; d += SIDE) {
+      const int height = std::min(SIDE, size - d);
+      float square[SIDE][SIDE] = {};
+      for (int r = 0; r < SIDE && i + r < count; ++r) {
+        const T* row = row_at(i + r) + d;
+        for (int c = 0; c < height; ++c) square[c][r] = number(row[c]);
+      }
+      for (int c = 0; c < height; ++c) std::memcpy(to + size_t(d + c) * KEYS + i, square[c], sizeof square[c]);
+    }
 }
 
 int num_threads() {
@@ -232,7 +240,7 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
 template <typename T>
 void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
   const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 192 / group);
-  const int64_t wanted = c.num_queries * c.num_kv_heads / (6 * num_threads());  // so that all are busy to the end
+  const int64_t wanted = c.num_queries * c.num_kv_heads / (2 * num_threads());  // so that all are busy to the end
   const int64_t per_tile = std::min(at_most, std::max<int64_t>(std::max<int64_t>(1, 24 / group), wanted));
   const int64_t num_tiles = (c.num_queries + per_tile - 1) / per_tile;
 #pragma omp parallel for schedule(dynamic, 1)
@@ -288,14 +296,16 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int first, int 
 
 template <typename T>
 void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
-  const int rows_each = 4 * ROWS, rows = int(c.num_queries * (c.num_heads / c.num_kv_heads));
-  const int parts = (rows + rows_each - 1) / rows_each, units = parts * int(c.num_kv_heads);
+  const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads);
+  const int64_t wanted = std::min(rows * c.num_kv_heads / (3 * num_threads()), MOST_SCORES / c.num_tokens);
+  const int rows_each = std::max(2 * ROWS, int(wanted + ROWS - 1) / ROWS * ROWS);
+  const int parts = int(rows + rows_each - 1) / rows_each, units = parts * int(c.num_kv_heads);
   const int teams = std::min(units, num_threads());
   std::vector<float> sums(size_t(teams) * c.num_tokens);
 #pragma omp parallel for schedule(static, 1)
   for (int team = 0; team < teams; ++team)  // each its own units: sums don't depend on who is quicker
     for (int i = team; i < units; i += teams)
-      vote(c, (const T*)q, (const T*)k, i / parts, i % parts * rows_each, std::min(rows, (i % parts + 1) * rows_each),
+      vote(c, (const T*)q, (const T*)k, i / parts, i % parts * rows_each, std::min(int(rows), (i % parts + 1) * rows_each),
            &sums[size_t(team) * c.num_tokens]);
   std::fill(votes, votes + c.num_tokens, 0.0f);
   for (int team = 0; team < teams; ++team)

@@ -20,7 +20,7 @@ from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
 from ragkv.kernels.kv_fuse import Learned, Staged
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import learn, shift_weights
+from ragkv.kernels.shift import averaging, learn, shift_weights
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
@@ -235,31 +235,40 @@ class _Lesson:
         self._positions, self._device = positions, device
         self._on_device = positions.to(device)
         self._span_to_rows: dict[Span, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._averaging: torch.Tensor | None = None  # the same in all layers
 
     def learn(
         self, loaded: Sequence[Loaded], k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
     ) -> list[Learned | None]:
         """For each span, None if none of its tokens is in the pass. k, v: `[T, Hkv, D]`."""
-        fresh_k, fresh_v = k.transpose(0, 1).float(), v.transpose(0, 1)
+        found = [(item, *self._rows(item.span)) for item in loaded]
+        concerned = [(item, rows, offsets) for item, rows, offsets in found if len(rows)]
+        if not concerned:
+            return [None] * len(loaded)
+        rows = torch.cat([rows for _, rows, _ in concerned])
+        fresh_k, fresh_v = k[rows].transpose(0, 1).float(), v[rows].transpose(0, 1)
+        cached = [item.kv.decoded(offsets) for item, _, offsets in concerned]
+        cached_k, cached_v = (torch.cat(parts, dim=1) for parts in zip(*cached, strict=True))
         if rotation is not None:
-            fresh_k = rotation.rotate(fresh_k, -self._on_device)
-        return [self._of(item, fresh_k, fresh_v, rotation) for item in loaded]
+            fresh_k = rotation.rotate(fresh_k, -self._on_device[rows])
+            positions = torch.cat([item.kv.base_position + offsets for item, _, offsets in concerned])
+            cached_k = rotation.rotate(cached_k.float(), -positions)
+        if self._averaging is None:
+            self._averaging = averaging([len(rows) for _, rows, _ in concerned]).to(self._device)
+        means = iter(learn(fresh_k, fresh_v, cached_k, cached_v, self._averaging))
+        return [self._of(item, offsets, *next(means)) if len(rows) else None for item, rows, offsets in found]
 
-    def _of(
-        self, item: Loaded, fresh_k: torch.Tensor, fresh_v: torch.Tensor, rotation: Rotation | None
-    ) -> Learned | None:
+    def _of(self, item: Loaded, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Learned:
         span = item.span
+        return Learned(k, v, shift_weights(item.kv.spread, offsets, span.end - span.start), span.start)
+
+    def _rows(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the pass's tokens lie in the span, and their offsets in it."""
         if span not in self._span_to_rows:
             inside = rows_in(self._positions, span)
-            rows, offsets = inside, self._positions[inside] - span.start
-            self._span_to_rows[span] = rows.to(self._device), offsets.to(self._device)
-        rows, offsets = self._span_to_rows[span]
-        if not len(rows):
-            return None
-        cached_k, cached_v = item.kv.decoded(offsets)
-        weights = shift_weights(item.kv.spread, offsets, span.end - span.start)
-        positions = item.kv.base_position + offsets
-        return learn(fresh_k[:, rows], fresh_v[:, rows], cached_k, cached_v, positions, weights, span.start, rotation)
+            offsets = self._positions[inside] - span.start
+            self._span_to_rows[span] = inside.to(self._device), offsets.to(self._device)
+        return self._span_to_rows[span]
 
 
 def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:

@@ -2,20 +2,34 @@ import pytest
 import torch
 from rope_reference import rope, table
 
-from ragkv.kernels.kv_fuse import Staged, kv_fuse_reference
+from ragkv.kernels.kv_fuse import Learned, Staged, kv_fuse_reference
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import DAMPING, learn, shift_weights
+from ragkv.kernels.shift import DAMPING, averaging, learn, shift_weights
 
 START, SIZE = 37, 64
 
 
 def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
-    """As the engine does it: fresh keys rotated back, then fused. k, fresh_k: at their places."""
-    back = fresh_k.float() if rotation is None else rotation.rotate(fresh_k.float(), -(start + offsets))
-    lesson = learn(back, fresh_v, k[:, offsets], v[:, offsets], start + offsets, weights, start, rotation)
+    """As the engine does it: keys rotated back, what they teach fused. k, fresh_k: at their places."""
+
+    def back(keys):
+        return keys.float() if rotation is None else rotation.rotate(keys.float(), -(start + offsets))
+
+    ((mean_k, mean_v),) = learn(back(fresh_k), fresh_v, back(k[:, offsets]), v[:, offsets], averaging([len(offsets)]))
+    lesson = Learned(mean_k, mean_v, weights, start)
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
     kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]))], rotation, *caches, [lesson])
     return [cache[0].transpose(0, 1) for cache in caches]
+
+
+def test_each_chunk_learns_from_its_own_tokens():
+    fresh, cached = torch.randn(2, 2, 9, SIZE)
+    for (k, v), part in zip(
+        learn(fresh, cached, cached, fresh, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True
+    ):
+        expected = (fresh - cached)[:, slice(*part)].mean(1)
+        torch.testing.assert_close(k, expected)
+        torch.testing.assert_close(v, -expected)
 
 
 def definition(k, v, fresh_k, fresh_v, offsets, weights, rotated, neox):
