@@ -25,7 +25,9 @@ def shift_weights(spread: torch.Tensor | None, offsets: torch.Tensor, num_tokens
 
 def averaging(counts: Sequence[int]) -> torch.Tensor:
     """The matrix `[chunks, c]` that takes the mean of each chunk's tokens, `counts` of them, at least one."""
-    return torch.block_diag(*(torch.full((1, count), 1 / count) for count in counts))
+    of_token = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    matrix = (of_token == torch.arange(len(counts))[:, None]).float()
+    return matrix / matrix.sum(1, keepdim=True)
 
 
 def learn(
@@ -35,8 +37,8 @@ def learn(
     cached_v: torch.Tensor,
     averaging: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each chunk, k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed tokens
-    S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`ragkv.kernels.kv_fuse`).
+    """For each chunk, k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed
+    tokens S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`ragkv.kernels.kv_fuse`).
 
     All `[Hkv, c, D]`, the recomputed tokens of all chunks one after the other: as just computed, and as cached; keys
     rotated back to position 0. averaging: `[chunks, c]` (`averaging`). Returns `[Hkv, D]` float32 twice for each chunk.

@@ -27,7 +27,7 @@ from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 logger = logging.getLogger(__name__)
 
 _NOT_WRITTEN = -1  # a slot
-_UNKNOWN = 1 << 40  # a position behind every query
+_UNKNOWN = (1 << 31) - 1  # a position behind every query
 
 
 class BadSpanError(Exception):

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The kernels on a CUDA device: their tests, compiled, then their benches as one table.
+# PYTHON: one that has ragkv and its dependencies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONSAFEPATH=1
+python=${PYTHON:-.venv/bin/python}
+
+if ! command -v "$python" > /dev/null; then
+  echo "evals/gpu.sh: there is no $python; run \`make setup\`, or set PYTHON" >&2
+  exit 1
+fi
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "evals/gpu.sh: torch finds no CUDA device, on which the kernels are to run; see \`nvidia-smi\`" >&2
+  exit 1
+fi
+
+"$python" -m pytest -q tests/kernels
+
+rows=$(mktemp)
+trap 'rm -f "$rows"' EXIT
+for operator in kv_fuse selective_attention query_scores kv_deviation; do
+  "$python" -m "ragkv.kernels.$operator.bench" >> "$rows"
+done
+"$python" -m ragkv.kernels.timing < "$rows"

@@ -1,0 +1,51 @@
+"""`python -m ragkv.kernels.kv_fuse.bench`: bytes per second of `kv_fuse`, beside a copy of as many."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ragkv.kernels.kv_fuse import Staged
+from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
+
+BLOCK_SIZE, CHUNK = 16, 512  # tokens
+
+
+def main() -> None:
+    for num_tokens in LENGTHS:
+        for stored in (DTYPE, torch.int8, torch.float8_e4m3fn):
+            _bench(num_tokens, stored)
+
+
+def _bench(num_tokens: int, stored: torch.dtype) -> None:
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    shape = (2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+    key_cache, value_cache = torch.empty(shape, device=DEVICE, dtype=DTYPE)
+    angles = torch.rand(1000, HEAD_SIZE // 2, device=DEVICE)
+    rotation = Rotation(angles.cos(), angles.sin(), neox=True)
+    first = BLOCK_SIZE * torch.randperm(num_blocks, device=DEVICE)
+    slots = (first[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()[:num_tokens]
+    chunks = [_chunk(slots[begin : begin + CHUNK], stored) for begin in range(0, num_tokens, CHUNK)]
+    runs: dict[str, Callable[[], object]] = {
+        each.name: partial(each.kv_fuse, chunks, rotation, key_cache, value_cache) for each in kernels()
+    }
+    num_bytes = 2 * KV_HEADS * num_tokens * HEAD_SIZE * (stored.itemsize + DTYPE.itemsize)
+    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    runs["copy"] = lambda: target.copy_(source)
+    name = str(stored).removeprefix("torch.")
+    measure("kv_fuse", f"{num_tokens} tokens, {name}", runs, dict.fromkeys(runs, num_bytes), "GB/s")
+
+
+def _chunk(slots: torch.Tensor, stored: torch.dtype) -> Staged:
+    shape = (KV_HEADS, len(slots), HEAD_SIZE)
+    k, v = (torch.randn(shape, device=DEVICE).to(stored) for _ in range(2))
+    if stored == DTYPE:
+        return Staged(k, v, slots, 700)
+    k_scale = torch.rand(KV_HEADS, 1, HEAD_SIZE, device=DEVICE)
+    return Staged(k, v, slots, 700, k_scale, torch.rand(KV_HEADS, len(slots), 1, device=DEVICE))
+
+
+if __name__ == "__main__":
+    main()

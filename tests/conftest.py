@@ -1,0 +1,1 @@
+import implementations  # noqa: F401  before anything else imports Triton

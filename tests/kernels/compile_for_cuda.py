@@ -1,0 +1,63 @@
+"""Compiles Triton's kernels for a GPU that needn't be there; `test_compilation.py` runs this in a process of its own.
+
+Prints a line of JSON for each: its name, and how many bytes of shared memory it takes.
+"""
+
+import json
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
+from ragkv.kernels.kv_fuse import Learned, Staged
+from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
+from ragkv.kernels.query_scores.triton_kernel import query_scores
+from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.selective_attention.triton_kernel import selective_attention
+
+TOKENS, HEADS, KV_HEADS = 40, 8, 2
+
+
+class Absent:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(kernel, grid):
+    def launch(*arguments, **options):
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        print(json.dumps({"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared}))
+
+    return launch
+
+
+def compile_all(head_size, dtype, stored, **options):
+    q, fresh = (torch.zeros(*shape, head_size, dtype=dtype) for shape in ((5, HEADS), (KV_HEADS, 5)))
+    k, positions = torch.zeros(KV_HEADS, TOKENS, head_size).to(stored), torch.arange(5)
+    scales = (torch.ones(KV_HEADS, 1, head_size), torch.ones(KV_HEADS, TOKENS, 1)) if stored.itemsize == 1 else ()
+    cache, angles = torch.zeros(3, 16, KV_HEADS, head_size, dtype=dtype), torch.zeros(TOKENS, head_size // 2)
+    mean = torch.zeros(KV_HEADS, head_size)
+    learned = Learned(mean, mean, torch.ones(TOKENS), 0)
+    chunk = Staged(k, k, torch.arange(TOKENS), 3, *scales)
+    kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), cache, cache, [learned])
+    kv_deviation(fresh, k.to(dtype), positions)
+    query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), 0.1, **options)
+    sinks = torch.zeros(HEADS) if options else None
+    selective_attention(q, positions, cache, cache, torch.arange(3), 0.1, sinks=sinks, **options)
+
+
+driver.set_active(Absent())
+JITFunction.__getitem__ = compile_only
+compile_all(128, torch.bfloat16, torch.float8_e4m3fn, window=30, soft_cap=3.0)
+compile_all(256, torch.float32, torch.float32)

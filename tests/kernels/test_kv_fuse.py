@@ -1,0 +1,161 @@
+"""Every implementation of `kv_fuse` against the definition."""
+
+import pytest
+import torch
+from implementations import DEVICE, TOLERANCE, implementations
+from rope_reference import table
+
+from ragkv.kernels.kv_fuse import Learned, Staged, kv_fuse_reference
+from ragkv.kernels.rotation import Rotation
+
+BLOCK_SIZE = 16
+ROTATIONS = [(64, 64, True), (64, 32, False), (80, 32, True), (96, 96, False), (128, 128, True), (256, 64, False)]
+LAYOUTS = ("NHD", "NHD by block", "HND", "one block")
+
+every_implementation = pytest.mark.parametrize("kv_fuse", implementations("kv_fuse", "triton", "native"))
+
+
+def caches(layout, num_blocks, num_heads, head_size, dtype):
+    """Keys' and values', NaN-filled, as `[blocks, block_size, Hkv, D]`, in the layouts of vLLM's backends and, as one
+    block, in a chunk's own."""
+    match layout:
+        case "NHD":
+            return filled(2, num_blocks, BLOCK_SIZE, num_heads, head_size, dtype=dtype).unbind(0)
+        case "NHD by block":
+            return filled(num_blocks, 2, BLOCK_SIZE, num_heads, head_size, dtype=dtype).unbind(1)
+        case "HND":
+            return filled(2, num_blocks, num_heads, BLOCK_SIZE, head_size, dtype=dtype).transpose(2, 3).unbind(0)
+        case "one block":
+            both = filled(2, num_heads, num_blocks * BLOCK_SIZE, head_size, dtype=dtype)
+            return both.transpose(1, 2)[:, None].unbind(0)
+
+
+def filled(*shape, dtype):
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def rotation(rotated, neox):
+    rotation = Rotation.from_table(table(2048, rotated), neox)
+    return Rotation(rotation.cos.to(DEVICE), rotation.sin.to(DEVICE), neox)
+
+
+def staged(generator, slots, num_heads, head_size, stored, moved):
+    shape = (num_heads, len(slots), head_size)
+    k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+    scales = ()
+    if stored in (torch.int8, torch.float8_e4m3fn):
+        largest = 127 if stored == torch.int8 else 448
+        k, v = (largest * x.tanh() for x in (k, v))
+        scales = (torch.rand(num_heads, *each, generator=generator) for each in ((1, head_size), (len(slots), 1)))
+        scales = (scale.to(DEVICE) / largest for scale in scales)
+    return Staged(k.to(stored).to(DEVICE), v.to(stored).to(DEVICE), slots.to(DEVICE), moved, *scales)
+
+
+def request(lengths, num_heads, head_size, stored):
+    """Chunks in slots at random, some tokens of which aren't to be written; and how many blocks they take."""
+    generator = torch.Generator().manual_seed(0)
+    num_blocks = sum(lengths) // BLOCK_SIZE + 3
+    slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=generator)[: sum(lengths)]
+    slots[torch.rand(len(slots), generator=generator) < 0.1] = -1
+    moves = [700, -37, 0]
+    parts = enumerate(slots.split(lengths))
+    return [staged(generator, part, num_heads, head_size, stored, moves[i % 3]) for i, part in parts], num_blocks
+
+
+def lessons(chunks):
+    """What recomputed tokens teach, of every chunk but the second."""
+    generator, learned, start = torch.Generator().manual_seed(1), [], 0
+    for chunk in chunks:
+        num_heads, num_tokens, head_size = chunk.k.shape
+        k, v = (torch.randn(num_heads, head_size, generator=generator).to(DEVICE) for _ in range(2))
+        weights = torch.rand(num_tokens, generator=generator).to(DEVICE)
+        learned.append(None if len(learned) == 1 else Learned(k, v, weights, start))
+        start += num_tokens
+    return learned
+
+
+def check(kv_fuse, chunks, turning, layout, num_blocks, dtype, learned=None):
+    num_heads, _, head_size = chunks[0].k.shape
+    found, expected = (caches(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
+    kv_fuse(chunks, turning, *found, learned)
+    kv_fuse_reference(chunks, turning, *expected, learned)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())  # all that is to be is written, and nothing else
+        torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("stored", ["raw", torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_types_and_layouts(kv_fuse, dtype, stored, layout):
+    chunks, num_blocks = request([33, 1], 2, 64, dtype if stored == "raw" else stored)
+    check(kv_fuse, chunks, rotation(64, True), layout, num_blocks, dtype)
+
+
+@every_implementation
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_cache_of_another_type_than_stored(kv_fuse, stored):
+    chunks, num_blocks = request([20], 2, 64, stored)
+    check(kv_fuse, chunks, rotation(64, True), "NHD", num_blocks, torch.float16)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_heads", [1, 3, 8])
+@pytest.mark.parametrize("head_size, rotated, neox", ROTATIONS)
+def test_heads_and_rotations(kv_fuse, num_heads, head_size, rotated, neox):
+    chunks, num_blocks = request([2, 6], num_heads, head_size, torch.float32)
+    check(kv_fuse, chunks, rotation(rotated, neox), "NHD", num_blocks, torch.float32, lessons(chunks))
+
+
+@every_implementation
+@pytest.mark.parametrize("lengths, stored", [([1], torch.float32), ([500], torch.int8), ([63, 33, 1], torch.float32)])
+@pytest.mark.parametrize("neox", [True, False, None])
+def test_what_recomputed_tokens_teach(kv_fuse, lengths, neox, stored):
+    chunks, num_blocks = request(lengths, 2, 64, stored)
+    turning = None if neox is None else rotation(64, neox)
+    check(kv_fuse, chunks, turning, "NHD", num_blocks, torch.float32, lessons(chunks))
+
+
+@every_implementation
+def test_tensors_that_do_not_begin_at_a_multiple_of_16_bytes(kv_fuse):
+    slots = torch.arange(7, 12, device=DEVICE)
+    k, v = torch.randn(2, 2 * 5 * 64 + 2, device=DEVICE)
+    chunk = Staged(k[1:-1].view(2, 5, 64), v[2:].view(2, 5, 64), slots, 300)
+    check(kv_fuse, [chunk], rotation(64, True), "NHD", 2, torch.float32)
+
+
+@every_implementation
+def test_every_code_of_e4m3_is_exact(kv_fuse):
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    stored = codes.view(torch.float8_e4m3fn).view(1, 4, 64)
+    ones = (torch.ones(1, *shape, device=DEVICE) for shape in ((1, 64), (4, 1)))
+    found = caches("NHD", 1, 1, 64, torch.float32)
+    kv_fuse([Staged(stored, stored.flip(1), torch.arange(4, device=DEVICE), 0, *ones)], None, *found)
+    assert torch.equal(found[0][0, :4, 0], stored[0].float())
+    assert torch.equal(found[1][0, :4, 0], stored.flip(1)[0].float())
+
+
+@every_implementation
+def test_caches_larger_than_32_bits_can_count(kv_fuse):
+    """Two blocks of a cache between which there are 2^31 numbers, in memory that is never touched."""
+    memory = torch.empty((1 << 31) + 8192, dtype=torch.float16, device=DEVICE)
+    key_cache, value_cache = (
+        memory.as_strided((2, BLOCK_SIZE, 2, 64), (1 << 31, 128, 64, 1), begin) for begin in (0, 4096)
+    )
+    slots = torch.tensor([3, 2 * BLOCK_SIZE - 1])
+    chunk = staged(torch.Generator().manual_seed(0), slots, 2, 64, torch.float16, 9)
+    kv_fuse([chunk], None, key_cache, value_cache)
+    for cache, x in ((key_cache, chunk.k), (value_cache, chunk.v)):
+        assert torch.equal(cache[0, 3], x[:, 0])
+        assert torch.equal(cache[-1, -1], x[:, 1])
+
+
+@every_implementation
+def test_nothing_to_write(kv_fuse):
+    found = caches("NHD", 1, 2, 64, torch.float32)
+    nothing = Staged(torch.empty(2, 0, 64), torch.empty(2, 0, 64), torch.empty(0, dtype=torch.int64))
+    kv_fuse([], None, *found)
+    kv_fuse([nothing], None, *found)
+    assert all(cache.isnan().all() for cache in found)
