@@ -38,7 +38,7 @@ def learn(
     averaging: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each chunk, k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed
-    tokens S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`ragkv.kernels.kv_fuse`).
+    tokens S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`kernels/kv_fuse`).
 
     All `[Hkv, c, D]`, the recomputed tokens of all chunks one after the other: as just computed, and as cached; keys
     rotated back to position 0. averaging: `[chunks, c]` (`averaging`). Returns `[Hkv, D]` float32 twice for each chunk.
