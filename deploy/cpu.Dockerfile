@@ -3,6 +3,9 @@
 ARG BASE=python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS wheel
+# g++: the kernels are compiled.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++
 WORKDIR /src
 COPY requirements/cpu.txt requirements/
 RUN pip install --no-cache-dir --no-deps "$(grep '^setuptools==' requirements/cpu.txt)"

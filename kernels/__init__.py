@@ -1,4 +1,5 @@
-"""The operators of fusion: rotation of keys and scores of the question, as pure functions of tensors.
+"""The operators of fusion, as pure functions of tensors. Each has a folder with its reference (its definition), its
+Triton kernel and its bench; `native` has them in C++, `dispatch` decides which are taken.
 
-Knows nothing about stores, requests or vLLM. Today they are torch; Triton kernels come beside these references.
+Knows nothing about stores, requests or vLLM.
 """

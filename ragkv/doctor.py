@@ -53,6 +53,7 @@ def diagnose(config: Config) -> list[Check]:
         ("torch", torch),
         ("torch extras", torch_extras),
         ("triton", triton),
+        ("kernels", kernels),
         ("transformers", lambda: package("transformers")),
         ("faiss", lambda: package("faiss", "faiss-cpu", "faiss-gpu")),
         ("home", lambda: home_folder(home)),
@@ -182,6 +183,17 @@ def triton() -> Check:
     if version is None and _version("torch") and _torch_is_cuda():
         return Check("triton", False, "not installed, but CUDA kernels need it", SETUP)
     return Check("triton", True, version or "not installed; only CUDA kernels need it")
+
+
+def kernels(folder: Path = Path(__file__).parent / "kernels" / "native") -> Check:
+    """Those in C++, for a CPU."""
+    compiled = sorted(file.name.split(".")[0].strip("_") for file in folder.glob("_*.so"))
+    if compiled:
+        return Check("kernels", True, f"compiled: {', '.join(compiled)}")
+    if _gpus():
+        return Check("kernels", True, "none for the CPU; on CUDA they are Triton's")
+    remedy = "install a C++ compiler (Debian or Ubuntu: apt install g++), then: rm .venv/setup.stamp && make setup"
+    return Check("kernels", None, "not compiled: torch takes their place, and a fused answer twice the time", remedy)
 
 
 def package(name: str, *distributions: str) -> Check:

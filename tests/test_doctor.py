@@ -182,6 +182,15 @@ def test_torchvision_and_triton_beside_a_cuda_torch(machine: Machine) -> None:
     assert doctor.triton() == Check("triton", True, "3.9.0")
 
 
+def test_kernels_that_were_not_compiled_are_a_warning_where_they_would_run(machine: Machine, tmp_path: Path) -> None:
+    found = doctor.kernels(tmp_path)
+    assert found.ok is None and "g++" in found.remedy
+    machine.plug_in_gpu()
+    assert doctor.kernels(tmp_path).ok is True
+    (tmp_path / "_avx2.cpython-311-x86_64-linux-gnu.so").touch()
+    assert doctor.kernels(tmp_path) == Check("kernels", True, "compiled: avx2")
+
+
 def test_package_by_any_of_its_distributions(machine: Machine) -> None:
     assert doctor.package("faiss", "faiss-cpu", "faiss-gpu").ok is False
     machine.install("faiss-gpu", "1.0")
