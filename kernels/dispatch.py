@@ -35,17 +35,19 @@ class KernelsError(Exception):
 
 
 def choose(wish: str, device: torch.device) -> Kernels:
-    """`triton` on CUDA (or in Triton's interpreter), `native` (C++) on CPU, `torch` anywhere; `auto` takes the first
-    of these that there is. Raises KernelsError if the wish can't be met."""
+    """`triton` on CUDA (or, to try it, in Triton's interpreter), `native` (C++) on CPU, `torch` anywhere; `auto` takes
+    the first of these that there is, and no interpreter. Raises KernelsError if the wish can't be met."""
     if wish not in CHOICES:
         raise KernelsError(f"kernels are {', '.join(CHOICES)}, not {wish!r}")
     problems = {"triton": _no_triton(device), "native": _no_native(device), "torch": None}
-    name = next(name for name in problems if problems[name] is None) if wish == "auto" else wish
-    problem = problems[name]
+    there = [name for name in problems if problems[name] is None]
+    if wish == "auto":
+        wish = next(name for name in there if name != "triton" or device.type == "cuda")
+    problem = problems[wish]
     if problem is not None:
-        raise KernelsError(f"no {name} kernels: {problem}; choose auto, or torch")
-    logger.info("kernels: %s on %s", name, device)
-    return _KERNELS[name]()
+        raise KernelsError(f"no {wish} kernels: {problem}; choose auto, or torch")
+    logger.info("kernels: %s on %s", wish, device)
+    return _KERNELS[wish]()
 
 
 def _no_triton(device: torch.device) -> str | None:

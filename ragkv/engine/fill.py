@@ -142,6 +142,9 @@ class Fill:
     def __init__(self, source: Source, job: Job, report: Report) -> None:
         self._source, self._subset, self._job, self._report = source, source.subset, job, report
         self._blocks = source.blocks(job)
+        self._slots = self._blocks.slots.clone()
+        if source.in_place:  # what vLLM's prefix cache has must not be written
+            self._slots[: job.num_prefix] = _NOT_WRITTEN
 
     def run(
         self,
@@ -164,6 +167,7 @@ class Fill:
         begin, loaded_before = time.perf_counter(), self._report.load_ms
         blocks, device = self._blocks, self._subset.device
         on_device = positions.to(device)
+        slots = self._slots.index_fill(0, on_device, _NOT_WRITTEN)  # these are computed here
         lesson = _Lesson(positions, device) if shift else None
         key_positions = self._key_positions(positions, spans_at(0)) if see else on_device
         with self._source.store.snapshot() as snapshot:
@@ -176,7 +180,7 @@ class Fill:
                 spans = spans_at(layer)
                 loaded = [self._source.read(snapshot, layer, span) for span in spans]
                 learned = lesson.learn(loaded, k, v, self._source.rotations[layer]) if lesson else None
-                self._fuse(layer, loaded, learned)
+                self._fuse(layer, loaded, slots, learned)
                 if len(positions) and (see or ours):
                     blocks.put(layer, on_device, k, v)
                 if flush and ours:
@@ -203,18 +207,15 @@ class Fill:
 
     def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
         """Write one layer of a span into the blocks."""
-        self._fuse(layer, [self._source.read(snapshot, layer, span)], None)
+        self._fuse(layer, [self._source.read(snapshot, layer, span)], self._slots)
         self._blocks.flush(layer, span.start, span.end)
 
-    def _fuse(self, layer: int, loaded: list[Loaded], learned: list[Learned | None] | None) -> None:
-        first = self._job.num_prefix  # what vLLM's prefix cache has must not be written
-        slots, staged = self._blocks.slots, []
+    def _fuse(
+        self, layer: int, loaded: list[Loaded], slots: torch.Tensor, learned: list[Learned | None] | None = None
+    ) -> None:
+        staged = []
         for item in loaded:
-            own = slots[item.span.start : item.span.end]
-            if isinstance(self._blocks, InPlace) and item.span.start < first:
-                own = own.clone()
-                own[: first - item.span.start] = _NOT_WRITTEN
-            kv = item.kv
+            kv, own = item.kv, slots[item.span.start : item.span.end]
             staged.append(Staged(kv.k, kv.v, own, item.moved, kv.k_scale, kv.v_scale))
         rotation, caches = self._source.rotations[layer], self._blocks.caches(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed

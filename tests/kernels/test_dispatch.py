@@ -9,6 +9,7 @@ from ragkv.kernels.dispatch import KernelsError, choose
 
 CPU = torch.device("cpu")
 
+on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter is taken only if it is asked for")
 compiled = pytest.mark.skipif(native.find() is None, reason="the C++ kernels weren't compiled")
 
 
@@ -22,7 +23,7 @@ def not_compiled(monkeypatch):
     monkeypatch.setattr(native, "find", lambda: None)
 
 
-@pytest.mark.parametrize("wish", ["auto", "triton"])
+@pytest.mark.parametrize("wish", ["triton", pytest.param("auto", marks=on_gpu)])
 def test_triton_on_a_gpu_or_in_its_interpreter(wish):
     pytest.importorskip("triton")
     kernels = choose(wish, DEVICE)
@@ -33,14 +34,14 @@ def test_triton_on_a_gpu_or_in_its_interpreter(wish):
 
 @compiled
 @pytest.mark.parametrize("wish", ["auto", "native"])
-def test_native_on_a_cpu(wish, not_interpreted):
+def test_native_on_a_cpu(wish):
     kernels = choose(wish, CPU)
     assert kernels.name == "native"
     assert kernels.query_scores is native.query_scores
 
 
 @pytest.mark.parametrize("wish", ["auto", "torch"])
-def test_torch_on_a_cpu_without_a_compiler(wish, not_interpreted, not_compiled):
+def test_torch_on_a_cpu_without_a_compiler(wish, not_compiled):
     kernels = choose(wish, CPU)
     assert kernels.name == "torch"
     assert kernels.query_scores is query_scores.query_scores
