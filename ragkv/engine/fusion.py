@@ -120,7 +120,8 @@ class _Request:
         self._writable = positions[job.num_prefix :]
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
         self._eligible = self._cached.clone()
-        self._eligible[: _exact_until(spans)] = False
+        self._exact_until = _exact_until(spans)
+        self._eligible[: self._exact_until] = False
         self._num_loaded = 0  # layers of every span that are in the blocks
 
     def run(self, pace: Pace) -> Generator[None, None, None]:
@@ -237,6 +238,8 @@ class _Request:
             return False
         if self._source.in_place:
             return True
+        if self._num_prefix > self._exact_until:  # vLLM's cache has what another fusion made of these
+            return False
         return bool(covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1].all())
 
 
