@@ -193,7 +193,7 @@ def kernels(folder: Path = Path(__file__).parent / "kernels" / "native") -> Chec
     if _gpus():
         return Check("kernels", True, "none for the CPU; on CUDA they are Triton's")
     remedy = "install a C++ compiler (Debian or Ubuntu: apt install g++), then: rm .venv/setup.stamp && make setup"
-    return Check("kernels", None, "not compiled: torch takes their place, and a fused answer twice the time", remedy)
+    return Check("kernels", None, "not compiled: torch takes their place, which is slower", remedy)
 
 
 def package(name: str, *distributions: str) -> Check:

@@ -6,12 +6,15 @@ Where no compiler was there, or for another processor, `find` says so, and torch
 import ctypes
 import functools
 import importlib.util
+import logging
 from pathlib import Path
 
 import torch
 
 from ragkv.kernels.kv_fuse import FIELDS, Learned, Staged, table
 from ragkv.kernels.rotation import Rotation
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 _CAPABILITY_TO_LIBRARY = {"AVX512": "_avx512", "AVX2": "_avx2"}  # by torch's name of what the processor can
@@ -25,12 +28,16 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "n": ctypes.c_int64, "f": ct
 
 @functools.cache
 def find() -> ctypes.CDLL | None:
-    """The library for this processor, None if it wasn't compiled."""
+    """The library for this processor, None if it wasn't compiled or can't be loaded."""
     name = _CAPABILITY_TO_LIBRARY.get(torch.backends.cpu.get_cpu_capability(), "_baseline")
     spec = importlib.util.find_spec(f"{__name__}.{name}")
     if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(str(Path(spec.origin)))
+    try:
+        library = ctypes.CDLL(str(Path(spec.origin)))
+    except OSError as error:  # of another machine's libraries, say
+        logger.warning("the kernels in C++ can't be loaded: %s", error)
+        return None
     for function, letters in _SIGNATURES.items():
         getattr(library, function).argtypes = [_CTYPES[letter] for letter in letters]
     return library
@@ -75,7 +82,7 @@ def query_scores(
     window: int | None = None,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """As `query_scores_reference`; holds `[24, N]` or `[48, N]` float32 for each thread."""
+    """As `query_scores_reference`; each thread holds about a MiB of scores, or those of a few rows."""
     num_kv_heads, num_tokens, head_size = k.shape
     q, q_positions, k_positions = q.contiguous(), q_positions.contiguous(), k_positions.contiguous()
     k = k if k.stride(2) == 1 else k.contiguous()

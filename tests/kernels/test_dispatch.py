@@ -58,6 +58,16 @@ def test_native_without_a_compiler(not_compiled):
         choose("native", CPU)
 
 
+@compiled
+def test_a_library_that_cannot_be_loaded_counts_as_none(monkeypatch, caplog):
+    def broken(path):
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", broken)
+    assert native.find.__wrapped__() is None
+    assert "libgomp" in caplog.text
+
+
 def test_native_on_a_gpu():
     with pytest.raises(KernelsError, match="for CPUs, not for cuda; choose auto, or torch"):
         choose("native", torch.device("cuda"))
