@@ -163,6 +163,30 @@ def cache(
         eval_output.print_cache(rows)
 
 
+def store(
+    records: Annotated[str, typer.Option(help="Sizes of a record, in KiB: one layer of a chunk.")] = "64,256,1024,2048",
+    mib: Annotated[int, typer.Option(min=1, help="How much is stored.")] = 256,
+    churn: Annotated[float, typer.Option(min=0, help="How many times that is deleted and written anew.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 3,
+    as_json: AsJson = False,
+    home: Home = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """How fast a store on this disk writes and reads, beside the disk and the memory themselves. Needs no model."""
+    config = load_config(config_file, home=home)
+    sizes = _parse_lengths(records, "--records")
+    from ragkv.evals import disk as evaluation
+
+    rows = []
+    with err.status("measuring"):
+        for row in evaluation.run(config.home, sizes, mib, churn, repeats):
+            rows.append(row)
+            if as_json:
+                typer.echo(json.dumps(row))
+    if not as_json:
+        eval_output.print_store(rows)
+
+
 def faults(
     kills: Annotated[int, typer.Option(min=0, help="How often processes that use a store are killed.")] = 200,
     flips: Annotated[int, typer.Option(min=0, help="How often a bit is flipped or a file cut off.")] = 1000,

@@ -69,6 +69,21 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
+def print_store(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as `ragkv eval store --json` prints them."""
+    title = "MB/s; disk: itself, by 1 and 4 threads; memory: from store.memory_gib"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    ways = ("write", "churn", "cold", "disk_1", "disk_4", "warm", "checksum", "memory", "copy")
+    for name in ("record", *(way.replace("_", ", ") for way in ways), "on disk", "of it records"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        speeds = (f"{row[way]:,}" if way in row else "-" for way in ways)
+        sizes = (f"{row[name]:,} MiB" for name in ("file_mib", "record_mib"))
+        table.add_row(f"{row['record_kib']:,} KiB", *speeds, *sizes)
+    out.width = max(out.width, 115)
+    out.print(table)
+
+
 def print_swap(rows: Sequence[dict[str, Any]]) -> None:
     """Rows as `ragkv eval swap --json` prints them."""
     table = Table("MiB/s", box=None, padding=(0, 1))
