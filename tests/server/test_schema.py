@@ -21,7 +21,8 @@ def test_no_request_finds_an_answer_that_is_not_described(tmp_path) -> None:
     with running({MAIN: ScriptedPipeline(tmp_path)}, tmp_path, config) as client:
         url = str(client.base_url).rstrip("/")
         command = [f"{Path(sys.executable).parent}/schemathesis", "run", f"{url}/openapi.json"]
-        options = [f"--header=Authorization: Bearer {KEY}", "--max-examples=25", "--seed=7", "--workers=2"]
+        # One worker: before CPython 3.11.9, two threads that make an AST at once fail (python/cpython#106905).
+        options = [f"--header=Authorization: Bearer {KEY}", "--max-examples=25", "--seed=7", "--workers=1"]
         excluded = [f"--exclude-checks={EXCLUDED}", "--suppress-health-check=all", "--no-color"]
         done = subprocess.run(
             [*command, *options, *excluded], capture_output=True, text=True, timeout=500, cwd=tmp_path
