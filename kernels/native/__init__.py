@@ -50,7 +50,7 @@ def kv_fuse(
     value_cache: torch.Tensor,
     learned: list[Learned | None] | None = None,
 ) -> None:
-    """As `kv_fuse_reference`. The chunks have one stored type and are contiguous."""
+    """As `kv_fuse_reference`. The chunks have one stored type and are contiguous, and so are a token's numbers."""
     if not chunks:
         return
     rows = torch.tensor(table(chunks, learned))
@@ -68,8 +68,8 @@ def kv_fuse(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         _numbers(num_heads, head_size, pairs, neox, key_cache.shape[1]),
-        _numbers(*key_cache.stride()[:3]),
-        _numbers(*value_cache.stride()[:3]),
+        _numbers(*key_cache.stride()),
+        _numbers(*value_cache.stride()),
     )
 
 
@@ -113,7 +113,9 @@ def selective_attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `selective_attention_reference`, in q's type."""
+    """As `selective_attention_reference`, in q's type. A token's numbers lie side by side, or, of keys, a block's
+    tokens."""
+    assert value_cache.stride(3) == 1 and 1 in (key_cache.stride(3), key_cache.stride(1))
     q, positions, block_table = q.contiguous(), positions.contiguous(), block_table.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty_like(q)
@@ -128,8 +130,8 @@ def selective_attention(
         block_table.data_ptr(),
         _address(sinks),
         _numbers(*q.shape[:2], key_cache.shape[2], q.shape[2], key_cache.shape[1], window or 0),
-        _numbers(*key_cache.stride()[:3]),
-        _numbers(*value_cache.stride()[:3]),
+        _numbers(*key_cache.stride()),
+        _numbers(*value_cache.stride()),
         scale,
         soft_cap,
     )

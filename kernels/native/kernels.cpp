@@ -156,8 +156,25 @@ int num_threads() {
 }
 
 struct Paged {  // [blocks, block_size, Hkv, D], strides in numbers
-  int64_t block, row, head, block_size;
+  int64_t block, row, head, number, block_size;
 };
+
+inline Paged paged(const int64_t* strides, int64_t block_size) {
+  return {strides[0], strides[1], strides[2], strides[3], block_size};
+}
+
+// As pack_columns, of tokens from the n-th on where a block's tokens lie side by side.
+template <typename T, typename At>
+inline void copy_columns(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
+  int run;
+  for (int i = 0; i < count; i += run) {
+    run = int(std::min<int64_t>(count - i, layout.block_size - (n + i) % layout.block_size));
+    const T* from = row_at(i);
+    for (int d = 0; d < size; ++d)
+      for (int t = 0; t < run; ++t) to[size_t(d) * KEYS + i + t] = number(from[d * layout.number + t]);
+  }
+  for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
+}
 
 // selective_attention
 
@@ -195,7 +212,10 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
   const int64_t begin = c.window ? std::max<int64_t>(0, place[0] - c.window + 1) : 0;
   for (int64_t n = begin; n < end; n += KEYS) {
     const int count = int(std::min<int64_t>(KEYS, end - n));
-    pack_columns<T>([&](int i) { return at(k, c.keys, n + i); }, count, size, keys.data());
+    if (c.keys.number == 1)
+      pack_columns<T>([&](int i) { return at(k, c.keys, n + i); }, count, size, keys.data());
+    else
+      copy_columns<T>(c.keys, [&](int i) { return at(k, c.keys, n + i); }, n, count, size, keys.data());
     for (int i = 0; i < count; ++i) {
       const T* value = at(v, c.values, n + i);
       for (int d = 0; d < size; ++d) values[size_t(i) * width + d] = number(value[d]);
@@ -427,8 +447,8 @@ int ragkv_selective_attention(int type, const void* q, const void* k, const void
                        shape[3],
                        positions,
                        block_table,
-                       {key_strides[0], key_strides[1], key_strides[2], shape[4]},
-                       {value_strides[0], value_strides[1], value_strides[2], shape[4]},
+                       paged(key_strides, shape[4]),
+                       paged(value_strides, shape[4]),
                        scale,
                        soft_cap,
                        shape[5],
@@ -462,8 +482,8 @@ int ragkv_kv_fuse(int stored, int type, const void* chunks, int64_t num_chunks, 
                   int(shape[3]),
                   cos,
                   sin,
-                  {key_strides[0], key_strides[1], key_strides[2], shape[4]},
-                  {value_strides[0], value_strides[1], value_strides[2], shape[4]}};
+                  paged(key_strides, shape[4]),
+                  paged(value_strides, shape[4])};
   const auto rows = (const Chunk*)chunks;
   switch (type) {
     case 0: return fuse_stored<float>(stored, call, rows, num_chunks, key_cache, value_cache);

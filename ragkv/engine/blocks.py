@@ -1,7 +1,7 @@
 """Where K and V of a request's tokens lie while one of its passes is computed, for kernels that know tensors only.
 
-On CUDA that is vLLM's own blocks. Where only vLLM's backend knows how a block is laid out, as on CPU, it is memory of
-ours, for one layer, that is copied into the blocks.
+On CUDA that is vLLM's own blocks. On CPU a layer is put together in memory of ours, by rows, and then copied into the
+blocks: vLLM keeps K there by columns. Kernels read it there where there is more than one pass has put together.
 """
 
 from typing import Protocol
@@ -98,11 +98,6 @@ def find_views(subset: SubsetForward) -> list[tuple[torch.Tensor, torch.Tensor]]
     Found by trial: the backend writes a few tokens, and they must be where the view has them. Writes to block 1: call
     it before any request.
     """
-    return None if subset.device.type == "cpu" else find_written(subset)
-
-
-def find_written(subset: SubsetForward) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """As `find_views`, on any device."""
     views = []
     slots = subset.block_size + torch.tensor([0, 3], device=subset.device)
     for layer, attention in enumerate(subset.layers):
@@ -120,7 +115,12 @@ def find_written(subset: SubsetForward) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A backend's tensor as K and V, where it has five dimensions: two of something, one of a block's tokens."""
+    """A backend's tensor as K and V. On CPU `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows
+    (but with AMX, where numbers lie in pairs). Else five dimensions: two of something, one of a block's tokens."""
+    if cache.dim() == 4 and cache.shape[2] == block_size:
+        k, v = cache.flatten(2).chunk(2, dim=2)
+        columns, rows = torch.unflatten(k, 2, (-1, block_size)), torch.unflatten(v, 2, (block_size, -1))
+        return [(columns.permute(0, 3, 1, 2), rows.transpose(1, 2))]
     if cache.dim() != 5:
         return []
     pairs = [cache.unbind(dim) for dim in (0, 1) if cache.shape[dim] == 2]

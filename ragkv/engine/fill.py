@@ -93,17 +93,14 @@ class Source:
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, (0, self.subset.layers[0].num_kv_heads))
 
-    @property
-    def in_place(self) -> bool:
-        """Whether kernels work on vLLM's own blocks, where all of a request is."""
-        return self._views is not None
-
-    def blocks(self, job: Job) -> Blocks:
+    def blocks(self, job: Job) -> tuple[Blocks, InPlace | None]:
+        """Where a pass over the job puts its KV together, and vLLM's own blocks if kernels can read those."""
         block_ids = torch.tensor(job.block_ids)
         slots = self.subset.slots(torch.arange(len(job.token_ids)), block_ids).to(self.subset.device)
-        if self._views is not None:
-            return InPlace(self.subset, self._views, slots, block_ids)
-        return Ordered(self.subset, slots)
+        in_place = InPlace(self.subset, self._views, slots, block_ids) if self._views is not None else None
+        if in_place is not None and self.subset.device.type != "cpu":
+            return in_place, in_place
+        return Ordered(self.subset, slots), in_place
 
     def read(self, snapshot: Snapshot, layer: int, span: Span) -> Loaded:
         """One layer of a span. Raises BadSpanError unless it is there, verifies and fits."""
@@ -141,9 +138,9 @@ class Fill:
 
     def __init__(self, source: Source, job: Job, report: Report) -> None:
         self._source, self._subset, self._job, self._report = source, source.subset, job, report
-        self._blocks = source.blocks(job)
-        self._slots = self._blocks.slots.clone()
-        if source.in_place:  # what vLLM's prefix cache has must not be written
+        self.blocks, self.in_place = source.blocks(job)
+        self._slots = self.blocks.slots.clone()
+        if self.blocks is self.in_place:  # what vLLM's prefix cache has must not be written
             self._slots[: job.num_prefix] = _NOT_WRITTEN
 
     def run(
@@ -154,21 +151,22 @@ class Fill:
         *,
         shift: bool = False,
         stage: Literal["probe_ms", "recompute_ms"] = "recompute_ms",
-        ours: bool = False,
+        over: Blocks | None = None,
         flush: bool = True,
     ) -> None:
         """Compute `positions`, loading `spans_at(layer)` just before each layer attends.
 
         shift: what the tokens computed here teach about a loaded span is carried over to the span's other tokens.
-        ours: they attend by `selective_attention`; the spans and `positions` must be all tokens up to the last.
-        flush: False leaves nothing in vLLM's blocks, if they are elsewhere. Time goes to the report's `stage`, apart
-        from the load's. Raises BadSpanError, with some layers written.
+        over: where they attend by `selective_attention`: in `blocks`, if the spans and `positions` are all tokens up to
+        the last, or in `in_place`. flush: False leaves nothing in vLLM's blocks, if `blocks` are elsewhere. Time goes
+        to the report's `stage`, apart from the load's. Raises BadSpanError, with some layers written.
         """
         begin, loaded_before = time.perf_counter(), self._report.load_ms
-        blocks, device = self._blocks, self._subset.device
+        blocks, device = self.blocks, self._subset.device
         on_device = positions.to(device)
         slots = self._slots.index_fill(0, on_device, _NOT_WRITTEN)  # these are computed here
         lesson = _Lesson(positions, device) if shift else None
+        end = max([int(positions[-1]) + 1 if len(positions) else 0, *(span.end for span in spans_at(0))])
         key_positions = self._key_positions(positions, spans_at(0)) if see else on_device
         with self._source.store.snapshot() as snapshot:
 
@@ -181,13 +179,15 @@ class Fill:
                 loaded = [self._source.read(snapshot, layer, span) for span in spans]
                 learned = lesson.learn(loaded, k, v, self._source.rotations[layer]) if lesson else None
                 self._fuse(layer, loaded, slots, learned)
-                if len(positions) and (see or ours):
+                if len(positions) and (see or over is blocks):
                     blocks.put(layer, on_device, k, v)
-                if flush and ours:
-                    blocks.flush(layer, self._job.num_prefix, len(blocks.slots))
+                if flush and over is blocks:
+                    blocks.flush(layer, self._job.num_prefix, end)
                 elif flush:
                     for span in spans:
                         blocks.flush(layer, max(span.start, self._job.num_prefix), span.end)
+                if over is not None and over is not blocks:
+                    over.put(layer, on_device, k, v)
                 load_end = time.perf_counter()
                 self._report.load_ms += 1e3 * (load_end - load_begin)
                 if self._report.trace is not None:
@@ -195,7 +195,7 @@ class Fill:
                 return see(Seen(layer, q, k, v, loaded, blocks, key_positions)) if see else None
 
             if len(positions):
-                attend = selective(self._subset, self._source.kernels, blocks, on_device) if ours else None
+                attend = selective(self._subset, self._source.kernels, over, on_device) if over is not None else None
                 self._subset.run([piece(self._job, positions)], before_layer, attend)
             else:  # everything is cached: there is nothing to run, only to write
                 nothing = torch.empty(0, device=device)
@@ -208,7 +208,7 @@ class Fill:
     def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
         """Write one layer of a span into the blocks."""
         self._fuse(layer, [self._source.read(snapshot, layer, span)], self._slots)
-        self._blocks.flush(layer, span.start, span.end)
+        self.blocks.flush(layer, span.start, span.end)
 
     def _fuse(
         self, layer: int, loaded: list[Loaded], slots: torch.Tensor, learned: list[Learned | None] | None = None
@@ -217,7 +217,7 @@ class Fill:
         for item in loaded:
             kv, own = item.kv, slots[item.span.start : item.span.end]
             staged.append(Staged(kv.k, kv.v, own, item.moved, kv.k_scale, kv.v_scale))
-        rotation, caches = self._source.rotations[layer], self._blocks.caches(layer)
+        rotation, caches = self._source.rotations[layer], self.blocks.caches(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
             which = [i for i, chunk in enumerate(staged) if chunk.k.dtype == dtype]
             teaching = [learned[i] for i in which] if learned else None

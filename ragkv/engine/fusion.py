@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ragkv.engine.attention import pays
+from ragkv.engine.blocks import Blocks
 from ragkv.engine.fill import BadSpanError, Fill, Source, covered, piece, rows_in
 from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
 from ragkv.engine.probes import Deviations, Votes
@@ -134,8 +135,8 @@ class _Request:
             yield from self._recompute_all(pace)
         elif not policy.recomputes_some:
             self._count(self._uncached)
-            ours = self._is_ours(self._uncached, self._spans)
-            self._fill.run(self._uncached, self._all_spans, stage="probe_ms", ours=ours)
+            over = self._over(self._uncached, self._spans)
+            self._fill.run(self._uncached, self._all_spans, stage="probe_ms", over=over)
         else:
             chosen = self._choose(policy)
             if self._report.evenness is not None and self._report.evenness < policy.full_below:
@@ -173,9 +174,10 @@ class _Request:
         layers = policy.voting_layers(len(self._subset.layers))
         spread = policy.name == "query-spread"
         ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), spread)
-        ours = self._is_ours(self._uncached, self._spans)
-        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", ours=ours, flush=not ours)
-        self._num_loaded = 0 if ours else layers.stop
+        over = self._over(self._uncached, self._spans)
+        flush = over is not self._fill.blocks
+        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=flush)
+        self._num_loaded = layers.stop if flush else 0
         attention, votes = ballot.results()
         if policy.name == "adaptive":
             least = int(LEAST_SHARE * int(self._cached.sum()))
@@ -208,39 +210,41 @@ class _Request:
         A span is loaded with the first slice that reaches it: the layers that no earlier pass has loaded, or all of
         them if it shifts. A shift needs all recomputed tokens of a span at once, so there no slice ends in a span.
         """
-        spans, done, num_loaded = list(spans), 0, self._num_loaded
+        any_spans, spans, done, num_loaded = bool(spans), list(spans), 0, self._num_loaded
         while done < len(selected):
             if done or (self._report.probe_ms and not pace.alone):  # the probe was enough for one step
                 yield
             end = min(len(selected), done + max(1, pace.slice_tokens))
             if shift:
                 end = _past_span(selected, end, spans)
-            bound = int(selected[end]) if end < len(selected) else len(self._cached)
-            reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             part = selected[done:end]
-            ours = len(part) == len(selected) and bool(reached) and self._is_ours(part, reached)
-            moved = [s for s in reached if ours or (shift and len(rows_in(part, s)))]
+            bound = int(part[-1]) + 1 if end < len(selected) else len(self._cached)
+            reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
+            over = self._over(part, reached) if any_spans else None
+            moved = [s for s in reached if over is self._fill.blocks or (shift and len(rows_in(part, s)))]
 
             def spans_at(
                 layer: int, reached: Sequence[Span] = reached, moved: Sequence[Span] = moved
             ) -> Sequence[Span]:
                 return reached if layer >= num_loaded else moved
 
-            self._fill.run(part, spans_at, shift=shift, ours=ours)
+            self._fill.run(part, spans_at, shift=shift, over=over)
             done = end
 
     def _all_spans(self, _layer: int) -> Sequence[Span]:
         return self._spans
 
-    def _is_ours(self, positions: torch.Tensor, spans: Sequence[Span]) -> bool:
-        """Whether these attend by our kernel: it has K and V of all tokens before them, and it pays."""
-        if not (len(positions) and self._source.can_attend and pays(self._source.kernels, positions)):
-            return False
-        if self._source.in_place:
-            return True
-        if self._num_prefix > self._exact_until:  # vLLM's cache has what another fusion made of these
-            return False
-        return bool(covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1].all())
+    def _over(self, positions: torch.Tensor, spans: Sequence[Span]) -> Blocks | None:
+        """Where these attend by our kernel: K and V of all tokens before them are there. None: by vLLM's."""
+        fill, kernels = self._fill, self._source.kernels
+        if not (len(positions) and self._source.can_attend and pays(kernels, positions)):
+            return None
+        if fill.blocks is not fill.in_place:
+            of_vllm = self._num_prefix > self._exact_until  # its cache has what another fusion made of these
+            known = covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1]
+            if of_vllm or not bool(known.all()):
+                return fill.in_place
+        return fill.blocks
 
 
 def _past_span(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:

@@ -73,6 +73,10 @@ class Harness:
 
         self.run(all_at_once())
 
+    def tell(self, method, *args):
+        """Call a method of the worker's extension."""
+        return self.run(self.engine._llm.collective_rpc(method, args=args))[0]
+
     def close(self):
         self.run(self.engine.close())
 
@@ -104,10 +108,29 @@ class WorstChoice(WorkerExtension):
 
 
 class Switchable(WorkerExtension):
-    """A worker that can be told to leave attention to vLLM."""
+    """A worker that can be told to leave attention to vLLM, and to slice its work; it says where it attended."""
 
     def use_own_attention(self, wanted: bool):
         from ragkv.engine import fusion
         from ragkv.engine.attention import pays
 
         fusion.pays = pays if wanted else lambda kernels, positions: False
+
+    def use_slices_of(self, num_tokens: int | None):
+        from ragkv.engine import connector
+
+        slices = getattr(connector, "own_slice_tokens", connector.slice_tokens)
+        connector.own_slice_tokens = slices
+        connector.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
+
+    def places(self) -> list[str]:
+        """Over what the passes since the last call attended by our kernel, one after the other."""
+        from ragkv.engine import fill
+
+        if not hasattr(fill, "own_selective"):
+            fill.own_selective, fill.places = fill.selective, []
+            fill.selective = lambda subset, kernels, blocks, positions: (
+                fill.places.append(type(blocks).__name__) or fill.own_selective(subset, kernels, blocks, positions)
+            )
+        found, fill.places = fill.places, []
+        return found

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.engine.blocks import InPlace, Ordered, find_views, find_written
+from ragkv.engine.blocks import InPlace, Ordered, find_views
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, SIZE = 8, 5, 3, 4
 LAYOUTS = {
@@ -18,6 +18,13 @@ LAYOUTS = {
     "blocks, HND": (
         (NUM_BLOCKS, 2, HEADS, BLOCK_SIZE, SIZE),
         lambda x: (x[:, 0].transpose(1, 2), x[:, 1].transpose(1, 2)),
+    ),
+    "CPU: K by columns": (
+        (NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE),
+        lambda x: (
+            x.view(NUM_BLOCKS, HEADS, 2, SIZE, BLOCK_SIZE)[:, :, 0].permute(0, 3, 1, 2),
+            x.view(NUM_BLOCKS, HEADS, 2, BLOCK_SIZE, SIZE)[:, :, 1].transpose(1, 2),
+        ),
     ),
 }
 
@@ -33,7 +40,8 @@ class Backend:
 
     def write(self, layer, k, v, slots):
         for cache, x in zip(self._caches, (k, v), strict=True):
-            cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = x
+            places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+            cache[places] = x.reshape(cache[places].shape)
 
     def read(self, slots):
         return [cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] for cache in self._caches]
@@ -43,7 +51,7 @@ class Backend:
 def test_a_backend_s_layout_is_found_by_what_it_writes(layout):
     backend = Backend(*LAYOUTS[layout])
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:11]
-    blocks = InPlace(backend, find_written(backend), slots, torch.arange(NUM_BLOCKS))
+    blocks = InPlace(backend, find_views(backend), slots, torch.arange(NUM_BLOCKS))
     key_cache, value_cache = blocks.caches(0)
     assert key_cache.shape == value_cache.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
     k, v = torch.randn(2, 11, HEADS, SIZE)
@@ -58,18 +66,22 @@ def test_keys_of_a_request_come_in_order_from_the_backend_s_blocks():
     block_ids = torch.tensor([4, 1])
     positions = torch.arange(13)
     slots = block_ids[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    blocks = InPlace(backend, find_written(backend), slots, block_ids)
+    blocks = InPlace(backend, find_views(backend), slots, block_ids)
     k, v = torch.randn(2, 13, HEADS, SIZE)
     blocks.put(0, positions, k, v)
     assert torch.equal(blocks.keys(0), k.transpose(0, 1))
 
 
 def test_another_layout_is_left_alone():
-    def packed(x):  # two numbers of a head from two tokens side by side
+    def columns(x):
         return [half.view(NUM_BLOCKS, HEADS, SIZE, BLOCK_SIZE).permute(0, 3, 1, 2) for half in x]
 
-    assert find_written(Backend((2, NUM_BLOCKS, HEADS, SIZE * BLOCK_SIZE), packed)) is None
-    assert find_views(Backend(*LAYOUTS["K and V, NHD"])) is None  # on CPU the backend's packing isn't ours to know
+    def pairs(x):  # of a head's numbers, two of a token side by side, as AMX has them
+        k, v = (half.view(NUM_BLOCKS, HEADS, SIZE // 2, BLOCK_SIZE, 2) for half in x.chunk(2, dim=2))
+        return [half.permute(0, 3, 1, 2, 4) for half in (k, v)]
+
+    assert find_views(Backend((2, NUM_BLOCKS, HEADS, SIZE * BLOCK_SIZE), columns)) is None
+    assert find_views(Backend((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE), pairs)) is None
 
 
 def test_what_lies_in_order_reaches_the_backend_when_it_is_flushed():

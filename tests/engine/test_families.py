@@ -68,6 +68,19 @@ def assert_same(found, expected):
     assert found.chosen_logprobs() == pytest.approx(expected.chosen_logprobs(), abs=2e-3)
 
 
+def check_behind_a_fused_prefix(harness, anchor, chunks, question):
+    """A conversation goes on: what vLLM kept of its first prompt is what fusion left there, and not what is stored."""
+    found = []
+    for own in (True, False):
+        harness.tell("use_own_attention", own)
+        harness.ask_now(*lay_out(anchor, chunks[:2], question, "query+shift:0.2"), salt=f"goes on {own}")
+        harness.tell("places")
+        found.append(harness.ask_now(*lay_out(anchor, chunks, question, "query:0.2"), salt=f"goes on {own}"))
+        assert found[-1].report.prefix_tokens > len(anchor) + len(chunks[0])
+        assert harness.tell("places") == (["InPlace", "InPlace"] if own else [])
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_exact_where_it_must_be(runner, tmp_path, family):
     harness = start(runner, FUSED[family](), tmp_path, worker_extension_cls="engine_harness.Switchable")
@@ -84,9 +97,15 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
         for policy in ("query:0.2", "query+shift:0.2", "cacheblend:0.2", "cacheblend-k:0.2", "epic:0.2"):
             some = harness.ask_now(*lay_out(anchor, chunks, question, policy))
             assert some.report.problem is None and 0 < some.report.recomputed_tokens < 0.25 * len(token_ids)
-            harness.run(harness.engine._llm.collective_rpc("use_own_attention", args=(False,)))
+            harness.tell("use_own_attention", False)
             assert_same(some, harness.ask_now(*lay_out(anchor, chunks, question, policy)))
-            harness.run(harness.engine._llm.collective_rpc("use_own_attention", args=(True,)))
+            harness.tell("use_own_attention", True)
+            harness.tell("use_slices_of", 30)
+            harness.tell("places")
+            assert_same(some, harness.ask_now(*lay_out(anchor, chunks, question, policy)))
+            assert harness.tell("places")[-2:] == ["InPlace", "InPlace"]
+            harness.tell("use_slices_of", None)
+        check_behind_a_fused_prefix(harness, anchor, chunks, question)
     finally:
         harness.close()
 

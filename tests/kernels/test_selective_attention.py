@@ -44,9 +44,17 @@ class Case:
             caches = torch.empty(*shape[:2], *shape[3:1:-1], head_size, dtype=self.k.dtype, device=DEVICE).transpose(
                 2, 3
             )
+        elif layout == "K by columns":
+            both = torch.empty(num_blocks + 2, num_kv_heads, 2, shape[2] * head_size, dtype=self.k.dtype, device=DEVICE)
+            columns, rows = both.unbind(2)
+            caches = [
+                columns.unflatten(2, (head_size, BLOCK_SIZE)).permute(0, 3, 1, 2),
+                rows.unflatten(2, (BLOCK_SIZE, head_size)).transpose(1, 2),
+            ]
         else:
             caches = torch.empty(shape, dtype=self.k.dtype, device=DEVICE)
-        caches.fill_(torch.nan)
+        for cache in caches:
+            cache.fill_(torch.nan)
         first = 0 if window is None else max(0, int(self.positions[0]) - window + 1)
         places = torch.arange(first, int(self.positions[-1]) + 1, device=DEVICE)
         for cache, x in zip(caches, (self.k, self.v), strict=True):
@@ -114,6 +122,18 @@ def test_windows_and_soft_caps(attention, options):
 def test_sinks(attention, options):
     sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0, 0.5, 9.0], device=DEVICE)
     check(attention, case(150, 50, 6, 2, 64), sinks=sinks, **options)
+
+
+@pytest.mark.parametrize("attention", implementations("selective_attention", "native", "torch"))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", [{}, {"window": 50}])
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_keys_by_columns(attention, dtype, options, head_size):
+    """As vLLM has them on CPU."""
+    some = case(300, 60, 6, 2, head_size, dtype)
+    late = some.positions >= 100
+    some = replace(some, q=some.q[late], positions=some.positions[late])
+    check(attention, some, layout="K by columns", **options)
 
 
 @every_implementation
