@@ -65,7 +65,9 @@ def quality(
     captures: Annotated[int, typer.Option(min=1, help="Captures behind an average.")] = 4,
     codec: Annotated[str | None, typer.Option(help="How KV is stored: raw, int8 or fp8.")] = None,
     ttft_examples: Annotated[int, typer.Option(min=0, help="On how many examples times are taken.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Results by example; a run goes on from what it holds.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Results by example; a run goes on from what it holds.")
+    ] = None,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -99,7 +101,7 @@ def report(
     files: Annotated[
         list[Path], typer.Argument(help="What `ragkv eval quality` wrote: a JSONL file for each dataset.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the page and its pictures.")] = Path("report"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page and its pictures.")] = Path("report"),
     against: Annotated[
         str, typer.Option(help="Drift is also given as a ratio to this one's.")
     ] = "cacheblend:0.15@alone",
@@ -269,7 +271,7 @@ def load(
     ] = "0.4,0.6,0.8,0.95",
     top_k: Annotated[int, typer.Option(min=1, help="Chunks of a question, some 500 tokens each.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the questions and the arrivals.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A picture of it.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of it.")] = None,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -305,7 +307,7 @@ def swap(
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1",
     bandwidths: Annotated[str, typer.Option(help="Of the store's reads, in MiB/s; 0 is the disk's own.")] = "0,400,50",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="A picture of it.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of it.")] = None,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -340,7 +342,7 @@ def swap(
 def timeline(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt, in tokens.")] = 4096,
     policy: Annotated[str, typer.Option(help="With its budget.")] = "query:0.05",
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The picture.")] = Path("timeline.png"),
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,

@@ -27,7 +27,8 @@ DType = Annotated[
     str | None, typer.Option(help="bfloat16, float16 or float32. [RAGKV_MODEL__DTYPE]", rich_help_panel=SETTINGS)
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML file with settings. [RAGKV_CONFIG]", rich_help_panel=SETTINGS)
+    Path | None,
+    typer.Option("--config", dir_okay=False, help="TOML file with settings. [RAGKV_CONFIG]", rich_help_panel=SETTINGS),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM logs.", rich_help_panel=SETTINGS)]
 Tenant = Annotated[str, typer.Option(help="Whose documents they are: see `tenants` in the configuration.")]
