@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ragkv.policies import Policy
+
 
 @dataclass(frozen=True)
 class Load:
@@ -100,7 +102,7 @@ class Plan:
     prefill_ms: float
 
 
-def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], budget: float) -> Plan:
+def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], policy: Policy) -> Plan:
     """The quickest way to answer a prompt of `num_tokens` with these chunks in it."""
     prefill_ms = profile.prefill_ms(num_tokens)
     ways: list[Plan] = []
@@ -108,8 +110,8 @@ def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], budget: flo
     for way, which in (("fuse", every), ("fuse warm", warm)):
         loaded = sum(chunks[i].num_tokens for i in which)
         cold = sum(chunks[i].num_tokens for i in which if chunks[i].is_cold)
-        load = Load(num_tokens, loaded, cold, int(budget * loaded), num_tokens - loaded)
-        if loaded:
+        load = Load(num_tokens, loaded, cold, int(policy.budget * loaded), num_tokens - loaded)
+        if loaded and policy.pays(load.uncached, num_tokens):
             ways.append(Plan(way, which, profile.fused_ms(load), prefill_ms))  # type: ignore[arg-type]
     ways.append(Plan("prefill", (), prefill_ms, prefill_ms))
     return min(ways, key=lambda way: way.predicted_ms)

@@ -28,7 +28,7 @@ def planned(
         return task.spans[i].chunk_hash not in in_memory and not store.is_near(keys[i])
 
     chunks = [Chunk(task.spans[i].end - task.spans[i].start, is_cold(i)) for i in there]
-    found = plan(profile, num_tokens, chunks, task.policy.budget)
+    found = plan(profile, num_tokens, chunks, task.policy)
     if found.way == "prefill":
         return found, None
     computed = set(there) - {there[i] for i in found.chunks}  # what is missing stays: so that it is reported

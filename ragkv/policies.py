@@ -111,6 +111,11 @@ class Policy:
         """Whether the question is run over the stale cache first, to vote for tokens."""
         return self.name in VOTING and self.budget > 0
 
+    def pays(self, num_uncached: int, num_tokens: int) -> bool:
+        """Whether it computes less than all of `num_tokens`. Those without KV go through both passes where a vote is
+        taken: from half of the tokens on, that costs more than one pass over everything."""
+        return not self.asks_the_question or 2 * num_uncached < num_tokens
+
     @property
     def title(self) -> str:
         """The name as in `parse`, without the budget."""

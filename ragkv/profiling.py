@@ -69,8 +69,8 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
         for budget in _BUDGETS if policy.chooses_by_budget else _BUDGETS[:1]:
             whole = kv.task(prompt, digests, replace(policy, budget=budget), store)
             tasks.append(whole)
-            if budget == _BUDGETS[0]:
-                tasks.append(without(whole, range(1, 1 + len(digests) // 2)))
+            if budget == _BUDGETS[0] and (num_missing := len(digests) // 3):
+                tasks.append(without(whole, range(1, 1 + num_missing)))
         runs: list[list[Timed]] = [[] for _ in tasks]
         begin = time.perf_counter()
         for _ in range(1 + _REPEATS):

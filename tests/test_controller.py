@@ -13,6 +13,9 @@ from ragkv.profiling import ProfileFile
 PROFILE = Profile("query", prefill=(20.0, 1000.0, 100.0), fused=(60.0, 30.0, 800.0, 1500.0, 50.0, 90.0), cold_ms=50.0)
 
 
+QUERY = Policy("query", 0.05)
+
+
 def samples(times):
     loads = [
         Load(n, loaded, 0, int(budget * loaded), n - loaded)
@@ -42,21 +45,28 @@ def test_a_fit_has_no_negative_part():
 
 
 def test_short_prompts_are_left_to_vllm_and_long_ones_fused():
-    ways = {n: plan(PROFILE, n, [Chunk(n - 50)], 0.05).way for n in (60, 80, 300, 1000, 8000)}
+    ways = {n: plan(PROFILE, n, [Chunk(n - 50)], QUERY).way for n in (60, 80, 300, 1000, 8000)}
     assert ways == {60: "prefill", 80: "prefill", 300: "fuse", 1000: "fuse", 8000: "fuse"}
 
 
 def test_what_is_quicker_to_compute_than_to_load_is_computed():
     chunks = [Chunk(500), Chunk(500, is_cold=True), Chunk(500)]
-    assert plan(PROFILE, 1600, chunks, 0.05).way == "fuse"
+    assert plan(PROFILE, 1600, chunks, QUERY).way == "fuse"
     slow = replace(PROFILE, cold_ms=5000.0)
-    assert plan(slow, 1600, chunks, 0.05).way == "fuse warm"
-    assert plan(slow, 1600, chunks, 0.05).chunks == (0, 2)
-    assert plan(slow, 1600, [Chunk(500, is_cold=True)] * 3, 0.05).way == "prefill"
+    assert plan(slow, 1600, chunks, QUERY).way == "fuse warm"
+    assert plan(slow, 1600, chunks, QUERY).chunks == (0, 2)
+    assert plan(slow, 1600, [Chunk(500, is_cold=True)] * 3, QUERY).way == "prefill"
+
+
+def test_what_would_be_computed_in_full_anyway_is_left_to_vllm():
+    free = replace(PROFILE, fused=(1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    assert plan(free, 1000, [Chunk(501)], QUERY).way == "fuse"
+    assert plan(free, 1000, [Chunk(500)], QUERY).way == "prefill"
+    assert plan(free, 1000, [Chunk(500)], Policy("none")).way == "fuse"  # takes no vote
 
 
 def test_nothing_to_load_is_left_to_vllm():
-    assert plan(PROFILE, 500, [], 0.05).way == "prefill"
+    assert plan(PROFILE, 500, [], QUERY).way == "prefill"
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.5, 1.0])
@@ -65,7 +75,7 @@ def test_no_plan_is_expected_to_be_slower_than_prefill(budget, cold_ms):
     profile = replace(PROFILE, cold_ms=cold_ms)
     for num_tokens in (64, 200, 1000, 7000):
         chunks = [Chunk(num_tokens // 4, is_cold=i % 2 == 0) for i in range(3)]
-        found = plan(profile, num_tokens, chunks, budget)
+        found = plan(profile, num_tokens, chunks, Policy("query", budget))
         assert found.predicted_ms <= found.prefill_ms == profile.prefill_ms(num_tokens)
 
 

@@ -165,14 +165,16 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
 def print_profile(profile: "Profile") -> None:
     """What requests of the home's policy are expected to take, all chunks loaded from memory, beside full prefill."""
     from ragkv.controller import Chunk, Load, plan
+    from ragkv.policies import Policy
 
+    policy = Policy.of(profile.policy, PROFILE_BUDGET)
     table = Table("prompt", box=None, padding=(0, 1))
     for name in ("full prefill", "fused", "plan"):
         table.add_column(name, justify="right")
     for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
         loaded = max(0, tokens - 50)
         fused = profile.fused_ms(Load(tokens, loaded, 0, int(PROFILE_BUDGET * loaded), tokens - loaded))
-        way = plan(profile, tokens, [Chunk(loaded)], PROFILE_BUDGET).way
+        way = plan(profile, tokens, [Chunk(loaded)], policy).way
         table.add_row(f"{tokens:,} tokens", f"{profile.prefill_ms(tokens):,.0f} ms", f"{fused:,.0f} ms", way)
     out.print(table)
     out.print(f"from disk: {profile.cold_ms:,.1f} ms more for a thousand tokens")

@@ -127,8 +127,7 @@ class _Request:
 
     def run(self, pace: Pace) -> Generator[None, None, None]:
         policy = self._policy
-        # Two passes over the uncached tokens cost more than one over everything once they are half of it.
-        if policy.asks_the_question and 2 * len(self._uncached) >= len(self._writable):
+        if not policy.pays(len(self._uncached), len(self._writable)):
             policy = Policy("full")
         self._report.policy = policy.label
         if policy.name == "full" or not self._spans:
