@@ -35,6 +35,7 @@ from ragkv.engine.job import (
     ScoreTask,
     task_from_params,
 )
+from ragkv.engine.orphans import end_with_parent
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
@@ -93,6 +94,8 @@ class RagKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler = _SchedulerSide()
         self._worker: _WorkerSide | None = None  # once `attach` has been called
+        if role == KVConnectorRole.SCHEDULER:
+            end_with_parent()
 
     def attach(self, model: Any, device: Any) -> str | None:
         """Give the worker's side its model. Returns why the model can't be fused, None if it can."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from ragkv.config import Config
@@ -26,7 +27,8 @@ SENTENCES = [
 
 
 def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp_path):
-    """Killed at two moments, its whole process group: each time the store verifies, and at the end all is in."""
+    """Killed at two moments, alone and with its whole process group: each time what it started is gone, and the store
+    verifies; at the end all is in."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "models").symlink_to(smollm.parent)
     folder = tmp_path / "corpus"
@@ -44,15 +46,18 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
     command = [sys.executable, "-m", "ragkv", "index", str(folder)]
     config = Config(home=tmp_path / "home")
     log = tmp_path / "log"
-    for records in (1, 900):  # among the first captures, among the averages
+    for records, is_alone in ((1, True), (900, False)):  # among the first captures, among the averages
         with log.open("w") as output:
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
         deadline = time.monotonic() + 600
         while process.poll() is None and _num_records(config) < records and time.monotonic() < deadline:
             time.sleep(0.05)
+        started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            (os.kill if is_alone else os.killpg)(process.pid, signal.SIGKILL)
         process.wait()
+        _, left = psutil.wait_procs(started, timeout=60)
+        assert not left
         store = Home(config.home).open_store()
         assert store.verify().problems == [], log.read_text()
         store.close()
