@@ -1,6 +1,7 @@
 """`ragkv eval store`: how fast a store writes and reads, beside its disk, a copy in memory, and the checksum alone.
 
-Chunks are read as a fusion reads them: a layer of several chunks at a time, the next one announced. Needs no model.
+Chunks are read as the fusions of a queue read them: a layer of several chunks at a time, the next layer announced, and
+the next request's chunks brought near while it waits. Needs no model.
 """
 
 import mmap
@@ -63,9 +64,11 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
     pooled = SegmentStore(home / "kv", memory_bytes=2 * total_bytes)
     try:
         row["write"] = mb_s(lambda: write(store))
-        file, staging, source = store.locate(keys[0], 0)[0], torch.empty(size // 4), torch.randn(size // 4)
+        file, target, source = store.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
+        parts = target.view(num_chunks, _LAYERS, 2, *shape)
+        copies = [[(part[0], part[1]) for part in chunk] for chunk in parts]
         pooled.use(keys)
-        _read(pooled, keys, staging)
+        _read(pooled, keys)
         seen: dict[str, list[float]] = {}
         for _ in range(repeats):
             order.shuffle(keys)
@@ -73,8 +76,8 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
             ways: dict[str, Callable[[], object]] = {
                 "cold": lambda: _read(store, keys),
                 "warm": lambda: _read(store, keys),
-                "memory": lambda: _read(pooled, keys, staging),
-                "copy": lambda: staging.copy_(source),
+                "memory": lambda: _read(pooled, keys, copies),
+                "copy": lambda: target.copy_(source),
                 "checksum": lambda: xxhash.xxh3_64_intdigest(source.numpy().data),
             }
             for way, do in ways.items():
@@ -101,21 +104,27 @@ def _requests(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
     return (keys[start : start + _AT_A_TIME] for start in range(0, len(keys), _AT_A_TIME))
 
 
-def _read(store: SegmentStore, keys: Sequence[ChunkKey], staging: torch.Tensor | None = None) -> None:
-    """All layers of all chunks; into `staging`, as whoever computes with them would."""
-    start = 0
-    for group in _requests(keys):
+_Copies = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]  # K and V, by chunk and layer
+
+
+def _read(store: SegmentStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -> None:
+    """All layers of all chunks; copied, as whoever computes with them would, if it is said where to."""
+    requests = [*_requests(keys)]
+    store.bring_near(requests[0])
+    for number, request in enumerate(requests):
+        for following in requests[number + 1 : number + 2]:
+            store.bring_near(following)
         with store.snapshot() as snapshot:
             for layer in range(_LAYERS):
-                for key in group:
+                for key in request:
                     snapshot.prefetch(key, layer + 1)
-                for key in group:
+                for i, key in enumerate(request, number * _AT_A_TIME):
                     kv = snapshot.get(key, layer)
                     assert kv is not None
-                    for part in (kv.k, kv.v) if staging is not None else ():
-                        end = start + part.numel()
-                        staging[start:end].view(part.shape).copy_(part)  # type: ignore[index]
-                        start = end
+                    if copies:
+                        k, v = copies[i][layer]
+                        k.copy_(kv.k)
+                        v.copy_(kv.v)
 
 
 def _of_disk(file: Path, record_bytes: int, num_threads: int) -> float:
