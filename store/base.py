@@ -34,14 +34,14 @@ class Snapshot(Protocol):
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
         """One layer of a chunk, or None where there is none.
 
-        The tensors are read-only, share the store's memory and live as long as the snapshot (but see `lost`). Raises
-        CorruptRecordError for bytes that don't verify.
+        The tensors share the store's memory: they are to be read only, and until another layer is asked for or the
+        snapshot ends; then others may lie there. Raises CorruptRecordError for bytes that don't verify.
         """
         ...
 
     def lost(self) -> list[ChunkKey]:
-        """Of the chunks asked for, those that were deleted or replaced since. Their tensors may have changed after they
-        were given: what was made of them counts only if this doesn't name them afterwards."""
+        """Of the chunks asked for, those that were deleted or replaced since. Their layers may be of several captures,
+        and what was made of them is not to be used: that counts only if this doesn't name them afterwards."""
         ...
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:

@@ -37,7 +37,7 @@ class Codec:
             scales.append(part.view(scale_shape))
             start += part.nbytes
         numbers = torch.frombuffer(payload, dtype=self.stored or dtype, offset=start)
-        k, v = numbers.view(2, *shape)
+        k, v = numbers.view(2, *shape).unbind()
         return Stored(k, v, *scales)
 
     def num_bytes(self, shape: tuple[int, int, int], dtype: torch.dtype) -> int:

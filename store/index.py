@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import xxhash
@@ -67,11 +69,16 @@ class Place:
 
     @property
     def extent(self) -> Extent:
-        return Extent(self.segment, self.offset, sum(map(padded, self.lengths)))
+        return Extent(self.segment, self.offset, self.starts[-1])
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where in the extent each layer's record begins, and where the last one ends."""
+        return (0, *accumulate(map(padded, self.lengths)))
 
     def layer(self, index: int) -> tuple[int, int, int]:
         """Segment, offset and length."""
-        return self.segment, self.offset + sum(map(padded, self.lengths[:index])), self.lengths[index]
+        return self.segment, self.offset + self.starts[index], self.lengths[index]
 
     def pack(self, key: bytes) -> bytes:
         place = _PLACE.pack(self.segment, self.offset, self.serial) + struct.pack(

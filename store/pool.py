@@ -1,37 +1,28 @@
-"""KV in memory, ready to use: read, checked and decoded once for all requests of a worker.
+"""KV in memory, ready to use: read and checked once for all requests of a worker.
 
 What lies here is used only as long as the index still names the place on disk that it was read from. Its memory is
-taken whole at the start, as vLLM does, in huge pages where the system has them: taking it page by page would cost the
-first request of a chunk more than all later ones save.
+taken whole at the start, as vLLM does.
 """
 
-import errno
-import logging
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-import torch
-
 from ragkv.store.eviction import Eviction, Hint
 from ragkv.store.index import Place
+from ragkv.store.memory import take_memory
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segments import Extent, FreeSpace, padded
+from ragkv.store.segments import Extent, FreeSpace
 
-logger = logging.getLogger(__name__)
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap doesn't name
 _ARENA = 0  # the only segment
 
 
 @dataclass
 class _Held:
-    """A chunk: its layers lie in `extent`, each in a slot as long in proportion as its record."""
+    """A chunk: its records lie in `extent` as they do on disk. layers: those that are read and whole."""
 
     place: Place
     hint: Hint | None
     extent: Extent
-    slots: list[tuple[int, int]]  # offset, length
     layers: dict[int, LayerKV] = field(default_factory=dict)
 
 
@@ -43,7 +34,7 @@ class Pool:
     """
 
     def __init__(self, memory_bytes: int, eviction: str = "gdsf", *, pinned: bool = False) -> None:
-        self._arena = _pinned(memory_bytes) if pinned else _huge(memory_bytes)
+        self._arena = take_memory(memory_bytes, pinned=pinned)
         self._free = FreeSpace((), segment_bytes=memory_bytes)
         self._eviction = Eviction(eviction)
         self._held: dict[ChunkKey, _Held] = {}
@@ -81,21 +72,36 @@ class Pool:
         self.num_misses += kv is None
         return kv
 
-    def put(self, key: ChunkKey, place: Place, layer: int, kv: LayerKV, in_use: Set[ChunkKey]) -> None:
-        """Keep a copy of a layer that was read, if the chunk is wanted and room can be made without giving up what is
-        `in_use`, wanted or pinned."""
+    def has(self, key: ChunkKey, layer: int) -> bool:
         held = self._held.get(key)
-        if held is None:
-            held = self._enter(key, place, layer, kv, in_use) if key in self._wanted else None
-        if held is not None and layer not in held.layers:
-            self._copy(held, layer, kv)
+        return held is not None and layer in held.layers
+
+    def slot(self, key: ChunkKey, place: Place, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
+        """Where to read a record to that `get` hasn't got, if the chunk is wanted and room can be made without giving
+        up what is `in_use`, wanted or pinned. Then `keep` it if it is whole, or else `drop` the chunk."""
+        held = self._held.get(key)
+        if held is None and key in self._wanted:
+            held = self._enter(key, place, in_use)
+        if held is None or held.place != place or layer in held.layers:
+            return None
+        start = held.extent.offset + place.starts[layer]
+        return self._arena[start : start + place.lengths[layer]]
+
+    def keep(self, key: ChunkKey, layer: int, kv: LayerKV) -> None:
+        """What lies in the slot, checked."""
+        held = self._held[key]
+        if not held.layers:
+            self._eviction.add(key, held.extent.length, cost=kv.k.shape[1])
+            self._entered.add(key)
+        held.layers[layer] = kv
 
     def drop(self, key: ChunkKey) -> None:
         held = self._held.pop(key, None)
         if held is not None:
             self._eviction.remove(key)
             self._free.give(held.extent)
-            self._left.add(key)
+            if held.layers:
+                self._left.add(key)
 
     def refresh(self, place: Callable[[ChunkKey], Place | None], hint: Callable[[ChunkKey], Hint | None]) -> None:
         """Drop what isn't in the index any more. To be called when others have written there."""
@@ -112,16 +118,11 @@ class Pool:
         self._entered, self._left = set(), set()
         return entered, left
 
-    def _enter(self, key: ChunkKey, place: Place, layer: int, kv: LayerKV, in_use: Set[ChunkKey]) -> _Held | None:
-        ratio = kv.size_bytes / place.lengths[layer]
-        lengths = [padded(int(ratio * length)) for length in place.lengths]
-        extent = self._make_room(sum(lengths), in_use)
+    def _enter(self, key: ChunkKey, place: Place, in_use: Set[ChunkKey]) -> _Held | None:
+        extent = self._make_room(place.extent.length, in_use)
         if extent is None:
             return None
-        offsets = [extent.offset + sum(lengths[:i]) for i in range(len(lengths))]
-        held = self._held[key] = _Held(place, self._wanted[key], extent, list(zip(offsets, lengths, strict=True)))
-        self._eviction.add(key, extent.length, cost=kv.k.shape[1])
-        self._entered.add(key)
+        held = self._held[key] = _Held(place, self._wanted[key], extent)
         return held
 
     def _make_room(self, length: int, in_use: Set[ChunkKey]) -> Extent | None:
@@ -137,36 +138,3 @@ class Pool:
             self._free.give(self._held.pop(victim).extent)
             self._left.add(victim)
         return extent
-
-    def _copy(self, held: _Held, layer: int, kv: LayerKV) -> None:
-        start, length = held.slots[layer]
-        if kv.size_bytes > length:
-            return
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal start
-            end = start + tensor.nbytes
-            copy = self._arena[start:end].view(tensor.dtype).view(tensor.shape)
-            start = end
-            return copy.copy_(tensor)
-
-        held.layers[layer] = kv.map(copied)
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _huge(num_bytes: int) -> torch.Tensor:
-    try:
-        arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes of memory can't be had: {error}") from error
-    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
-        try:
-            arena.madvise(advice)
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise MemoryError(f"{num_bytes} bytes of memory can't be had: {error}") from error
-            logger.debug("memory is taken page by page: %s", error)  # an old system
-    return torch.frombuffer(arena, dtype=torch.uint8)

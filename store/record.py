@@ -9,6 +9,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Final
 
 import torch
@@ -179,7 +180,7 @@ class _Header:
     base_position: int
     has_spread: bool
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Of K and V."""
         return self.codec.num_bytes(self.shape, self.dtype)
@@ -188,7 +189,7 @@ class _Header:
     def spread_bytes(self) -> int:
         return 4 * self.shape[1] if self.has_spread else 0
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Of the whole record."""
         return _HEADER_SIZE + self.size_bytes + self.spread_bytes
@@ -197,7 +198,12 @@ class _Header:
 def _parse(view: memoryview) -> _Header:
     if len(view) < _HEADER_SIZE:
         raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
-    magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack_from(view)
+    return _parse_fields(bytes(view[: _HEADER.size]))
+
+
+@lru_cache(64)  # most records of a store begin alike
+def _parse_fields(fields: bytes) -> _Header:
+    magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack(fields)
     if magic != _MAGIC:
         raise CorruptRecordError("not a KV record")
     codec = CODE_TO_CODEC.get(code)

@@ -26,6 +26,7 @@ from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import CODECS
 from ragkv.store.eviction import Hint
 from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Place, is_damage
+from ragkv.store.memory import Staging
 from ragkv.store.pool import Pool
 from ragkv.store.rebuild import find_chunks
 from ragkv.store.record import (
@@ -83,6 +84,7 @@ class SegmentStore:
         self._free: FreeSpace | None = None  # as of `_version` of the index
         self._version = -1
         self._pool = self._take_memory(memory_bytes, eviction, pinned) if memory_bytes else None
+        self._staging: list[Staging] = []  # of snapshots that have ended
         with self._store_errors("open"):
             path.mkdir(parents=True, exist_ok=True)
             self._refuse_other_contents()
@@ -282,12 +284,17 @@ class SegmentStore:
     @contextmanager
     def snapshot(self) -> Iterator["SegmentSnapshot"]:
         try:
-            yield SegmentSnapshot(self._files, self._index, self._pool, self._read_mib_s)
+            staging = self._staging.pop()
+        except IndexError:
+            staging = Staging()
+        try:
+            yield SegmentSnapshot(self._files, self._index, self._pool, staging, self._read_mib_s)
         finally:
-            self._files.release()
+            staging.shrink()
+            self._staging.append(staging)
 
     def records(self, key: ChunkKey) -> list[bytes] | None:
-        """Copies of a chunk's records as they lie in the segment, checked. None where there are none.
+        """A chunk's records as they lie in the segment, checked. None where there are none.
 
         Raises CorruptRecordError for bytes that don't verify.
         """

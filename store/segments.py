@@ -5,7 +5,6 @@ A freed extent becomes a hole: its blocks go back to the file system, and what w
 
 import ctypes
 import errno
-import mmap
 import os
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,8 +103,6 @@ class SegmentFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._descriptors: dict[int, int] = {}
-        self._maps: dict[int, mmap.mmap] = {}
-        self._touched: set[int] = set()  # segments read since the last `release`
 
     def write(self, extent: Extent, buffers: Sequence[bytes | memoryview]) -> None:
         """Write buffers one after the other, each at a multiple of ALIGNMENT. Not durable before `sync`."""
@@ -121,27 +118,33 @@ class SegmentFiles:
             os.fdatasync(self._open(segment))
 
     def read(self, segment: int, offset: int, length: int) -> memoryview | None:
-        """Bytes in place, from the page cache; None where the file ends before, or isn't there.
+        """A copy of these bytes; None where `read_into` says False."""
+        with suppress(FileNotFoundError):
+            if offset + length <= os.fstat(self._open(segment, create=False)).st_size:  # or there may be no such memory
+                found = memoryview(bytearray(length))
+                return found if self.read_into(segment, offset, found) else None
+        return None
 
-        Beyond the end of a file that has been cut off, memory can't be read at all, so its size is looked at each time.
+    def read_into(self, segment: int, offset: int, memory: memoryview) -> bool:
+        """Fill `memory` with the bytes from `offset` on. False where the file ends before, isn't there, or the disk
+        can't read it; part of it may be filled then.
+
+        Copied and not mapped: what is copied can be cut off, freed or damaged in the file and stays what it is, and
+        a page that can't be read is an error here and no signal that kills the process.
         """
+        done = 0
         try:
             descriptor = self._open(segment, create=False)
-        except FileNotFoundError:
-            return None
-        size = os.fstat(descriptor).st_size
-        if offset + length > size:
-            return None
-        mapped = self._maps.get(segment)
-        if mapped is None or offset + length > len(mapped):
-            mapped = self._maps[segment] = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        self._touched.add(segment)
-        return memoryview(mapped)[offset : offset + length]
-
-    def release(self) -> None:
-        """Give back the memory through which was read. What lies there stays valid, the system may keep or drop it."""
-        while self._touched:
-            self._maps[self._touched.pop()].madvise(mmap.MADV_DONTNEED)
+            while done < len(memory):
+                num_read = os.preadv(descriptor, [memory[done:]], offset + done)
+                if not num_read:
+                    return False
+                done += num_read
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EIO):
+                raise
+            return False
+        return True
 
     def prefetch(self, segment: int, offset: int, length: int) -> None:
         """Have the system read these bytes in the meantime."""
@@ -199,7 +202,7 @@ class SegmentFiles:
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._descriptors, self._maps, self._touched = {}, {}, set()  # a map lives as long as what was read from it
+        self._descriptors = {}
 
     def _open(self, segment: int, *, create: bool = True) -> int:
         if segment not in self._descriptors:

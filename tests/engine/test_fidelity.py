@@ -51,8 +51,7 @@ def stored(harness, chunk, before):
     store = SegmentStore(Path(extra["store"]))
     key = ChunkKey(chunk_hash(chunk), before, FINGERPRINT, harness.engine.kv_heads)
     with store.snapshot() as snapshot:
-        layers = [snapshot.get(key, layer) for layer in range(30)]
-        layers = [copy.deepcopy(kv) for kv in layers]
+        layers = [copy.deepcopy(snapshot.get(key, layer)) for layer in range(30)]
     store.close()
     return layers
 

@@ -8,21 +8,27 @@ import torch
 from store_samples import NUM_LAYERS, make_key, make_layers
 
 from ragkv.errors import StoreError
-from ragkv.store import pool as pool_module
 from ragkv.store.index import Place
 from ragkv.store.pool import Pool
-from ragkv.store.record import LayerKV, record_bytes
+from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode, record_bytes
 from ragkv.store.segment_store import SegmentStore
-from ragkv.store.segments import padded
 
 LAYERS = make_layers(num_tokens=40)
 PLACE = Place(0, 0, tuple(record_bytes(kv) for kv in LAYERS))
-CHUNK_BYTES = sum(padded(kv.size_bytes) for kv in LAYERS)
+CHUNK_BYTES = PLACE.extent.length
+
+
+def put(pool, key, place, layer, kv, in_use=frozenset()):
+    """As a snapshot does that reads it."""
+    slot = pool.slot(key, place, layer, in_use)
+    if slot is not None:
+        slot[:] = encode(key.layer(layer), kv)
+        pool.keep(key, layer, decode(key.layer(layer), slot))
 
 
 def fill(pool, key, layers=LAYERS, place=PLACE, in_use=frozenset()):
     for layer, kv in enumerate(layers):
-        pool.put(key, place, layer, kv, in_use)
+        put(pool, key, place, layer, kv, in_use)
 
 
 def ask(pool, *chunks, hint=None):
@@ -132,7 +138,7 @@ def test_layers_never_overlap_and_never_leave_the_budget():
                 assert held is None or same(held, chunks[n][layer])
                 num_held += held is not None
                 if held is None:
-                    pool.put(make_key(n), places[n], layer, chunks[n][layer], {make_key(i) for i in wanted})
+                    put(pool, make_key(n), places[n], layer, chunks[n][layer], {make_key(i) for i in wanted})
         assert pool.size_bytes <= 20 * CHUNK_BYTES + 123
         if rng.random() < 0.1 and chunks_in(pool):
             pool.drop(make_key(rng.choice(sorted(chunks_in(pool)))))
@@ -160,7 +166,7 @@ def read(store, *chunks, request=True):
 def test_a_request_reads_the_disk_once(store, monkeypatch):
     first = read(store, 1, 2)
     assert store.in_memory(make_key(1))
-    monkeypatch.setattr(store._files, "read", lambda *place: pytest.fail("read again"))
+    monkeypatch.setattr(store._files, "read_into", lambda *place: pytest.fail("read again"))
     again = read(store, 1, 2)
     assert all(same(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -213,8 +219,30 @@ def test_memory_that_cant_be_had_is_refused_by_name(tmp_path):
         SegmentStore(tmp_path, memory_bytes=1 << 50)
 
 
-def test_without_huge_pages_it_works_as_well(monkeypatch):
-    monkeypatch.setattr(pool_module, "_POPULATE_WRITE", 9999)
-    pool = Pool(1 << 20)
-    ask(pool, 1)
-    assert chunks_in(pool) == {1}
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_chunk_that_goes_bad_leaves_memory_and_its_room_is_free(store, layer):
+    file, offset, length = store.locate(make_key(1), layer)
+    with file.open("r+b") as segment:
+        segment.seek(offset + length - 1)
+        last = segment.read(1)
+        segment.seek(offset + length - 1)
+        segment.write(bytes([last[0] ^ 1]))
+    with pytest.raises(CorruptRecordError):
+        read(store, 2, 1)
+    assert not store.in_memory(make_key(1)) and store.in_memory(make_key(2))
+    assert store.memory_changes()[1] == ([make_key(1).chunk_hash] if layer else [])
+    store.put([(make_key(1), make_layers(9))])
+    (found,) = read(store, 1)
+    assert all(map(same, found, make_layers(9))) and store.in_memory(make_key(1))
+
+
+def test_a_chunk_that_is_read_for_the_first_time_is_announced(store, monkeypatch):
+    announced = []
+    monkeypatch.setattr(store._files, "prefetch", lambda *place: announced.append(place))
+    store.use([make_key(1)])
+    for _ in range(2):
+        with store.snapshot() as snapshot:
+            for layer in range(NUM_LAYERS):
+                snapshot.prefetch(make_key(1), layer + 1)
+                snapshot.get(make_key(1), layer)
+    assert len(announced) == NUM_LAYERS - 1
