@@ -32,6 +32,7 @@ DEVIATION = ("cacheblend", "cacheblend-k", "cacheblend-gradual")
 
 COVERED_SHARE = 0.6  # adaptive: the share of the question's attention that S covers
 FULL_BELOW = 0.755  # +full: the evenness of the question's attention below which everything is recomputed
+MOST_VOTERS = 64  # tokens of the question: of a long one its end says what is asked, the rest is text
 LEAST_SHARE = 0.01  # adaptive: S is never less than this share of N
 GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: at each layer, so many times the budget stay
 

@@ -22,6 +22,7 @@ from ragkv.policies import (
     DEVIATION,
     GRADUAL,
     LEAST_SHARE,
+    MOST_VOTERS,
     VOTING,
     Policy,
     chunk_heads,
@@ -167,7 +168,7 @@ class _Request:
 
     def _choose_by_votes(self, policy: Policy, budget: int) -> torch.Tensor:
         """Run the uncached tokens, the question above all, over the stale cache; loads the layers that it reaches."""
-        voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()
+        voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MOST_VOTERS:]
         if not len(voters):
             return self._uncached[:0]
         layers = policy.voting_layers(len(self._subset.layers))
