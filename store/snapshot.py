@@ -4,13 +4,12 @@ A record is read straight to where it stays: into the pool if that keeps the chu
 takes again. There it is checked: what was checked is what is used, whatever becomes of the file.
 """
 
-import time
-
 from ragkv.store.index import Index, Place
 from ragkv.store.memory import Staging
 from ragkv.store.pool import Pool
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, decode
 from ragkv.store.segments import SegmentFiles
+from ragkv.store.throttle import Throttle
 
 
 class SegmentSnapshot:
@@ -18,7 +17,7 @@ class SegmentSnapshot:
         self, files: SegmentFiles, index: Index, pool: Pool | None, staging: Staging, read_mib_s: float | None
     ) -> None:
         self._files, self._index, self._pool, self._staging = files, index, pool, staging
-        self._read_mib_s = read_mib_s
+        self._throttle = Throttle(read_mib_s) if read_mib_s is not None else None
         self._found: dict[ChunkKey, Place | None] = {}
         self._staged_layer = 0
 
@@ -51,8 +50,8 @@ class SegmentSnapshot:
     def _read_into(self, memory: memoryview, key: ChunkKey, place: Place, layer: int) -> LayerKV:
         if not self._files.read_into(place.segment, place.offset + place.starts[layer], memory):
             raise CorruptRecordError("the file ends before the record, or can't be read")
-        if self._read_mib_s is not None:
-            time.sleep(len(memory) / (self._read_mib_s * (1 << 20)))
+        if self._throttle is not None:
+            self._throttle.wait((key, layer), len(memory))
         return decode(key.layer(layer), memory)
 
     def _stage(self, place: Place, layer: int) -> memoryview:
@@ -69,6 +68,8 @@ class SegmentSnapshot:
         if place is None or layer >= len(place.lengths) or (self._pool is not None and self._pool.has(key, layer)):
             return
         self._files.prefetch(*place.layer(layer))
+        if self._throttle is not None:
+            self._throttle.ask((key, layer), place.lengths[layer])
 
     def _place(self, key: ChunkKey) -> Place | None:
         try:
