@@ -58,6 +58,14 @@ def test_what_is_quicker_to_compute_than_to_load_is_computed():
     assert plan(slow, 1600, [Chunk(500, is_cold=True)] * 3, QUERY).way == "prefill"
 
 
+def test_a_tie_is_left_to_vllm():
+    def way(fused_ms):
+        return plan(replace(PROFILE, fused=(fused_ms, 0, 0, 0, 0, 0)), 1000, [Chunk(900)], QUERY).way
+
+    prefill_ms = PROFILE.prefill_ms(1000)
+    assert [way(share * prefill_ms) for share in (0.94, 0.96, 1.0)] == ["fuse", "prefill", "prefill"]
+
+
 def test_what_would_be_computed_in_full_anyway_is_left_to_vllm():
     free = replace(PROFILE, fused=(1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     assert plan(free, 1000, [Chunk(501)], QUERY).way == "fuse"
