@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed request. ttft_ms: a median."""
+    """One request, timed."""
 
     load: Load
     ttft_ms: float

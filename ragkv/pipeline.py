@@ -197,7 +197,7 @@ class Pipeline:
         return self._indexer.needs_model(paths)
 
     async def profile(self, report: Callable[[str], None] = lambda line: None, *, anew: bool = False) -> Profile | None:
-        """What requests take on this machine: as measured before, or measured now (half a minute).
+        """What requests take on this machine: as measured before, or measured now (a minute at most).
 
         None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse. Raises
         StoreError if there is no space for the chunks that are captured for it, which go afterwards.

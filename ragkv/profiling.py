@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ragkv.controller import Load, Profile, Sample
 from ragkv.engine.job import FuseTask
 from ragkv.hardware import machine
 from ragkv.policies import Policy
+from ragkv.prompt import Prompt
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (192, 512, 1280, 3072)  # of prompts, in tokens
 _BUDGETS = (0.05, 0.15)
-_REPEATS = 2
-_LONG_S = 12.0  # of rounds over one length: then no more are begun
+_ROUNDS = 4
+_LONG_S = 40.0  # then nothing is timed twice
 
 
 class ProfileFile:
@@ -57,34 +58,53 @@ class ProfileFile:
 
 
 async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:
-    """Half a minute of requests, a whole one on a slow machine. None if the context holds no prompt to be fused."""
-    prefill: list[Sample] = []
-    fused: list[Sample] = []
+    """A minute of requests. None if the context holds no prompt to be fused.
+
+    In rounds over all lengths, and the best time of each request counts: whatever else the machine does makes requests
+    longer, for seconds at a time, and must not make one length look slower than another.
+    """
+    prefill: list[_Request] = []
+    fused: list[_Request] = []
     keys: list[ChunkKey] = []
     for length in [n for n in LENGTHS if bench.shortest < n < max_model_len]:
         prompt, digests = await bench.prepare(length)
         keys = [kv.key(kv.span(digest, 0)) for digest in digests]
-        tasks: list[FuseTask | None] = [None]
+        prefill.append(_Request(prompt, None))
         for budget in _BUDGETS if policy.chooses_by_budget else _BUDGETS[:1]:
             whole = kv.task(prompt, digests, replace(policy, budget=budget), store)
-            tasks.append(whole)
+            fused.append(_Request(prompt, whole))
             if budget == _BUDGETS[0] and (num_missing := len(digests) // 3):
-                tasks.append(without(whole, range(1, 1 + num_missing)))
-        runs: list[list[Timed]] = [[] for _ in tasks]
-        begin = time.perf_counter()
-        for _ in range(1 + _REPEATS):
-            for task, collected in zip(tasks, runs, strict=True):
-                collected.append(await bench.ask(prompt, task))
-            if time.perf_counter() - begin > _LONG_S:
-                break
-        for task, collected in zip(tasks, runs, strict=True):
-            ttft_ms = min(timed.ttft_ms for timed in collected)  # whatever else the machine does makes it longer
-            num_tokens = len(prompt.token_ids)
-            if task is None:
-                prefill.append(Sample(Load(num_tokens), ttft_ms))
-            elif collected[-1].report.policy == task.policy.label:
-                fused.append(Sample(load_of(num_tokens, task), ttft_ms))
-    return Profile.fit(policy.title, prefill, fused, _cold_ms(store, keys)) if fused else None
+                fused.append(_Request(prompt, without(whole, range(1, 1 + num_missing))))
+    requests = sorted(prefill + fused, key=lambda request: len(request.prompt.token_ids))
+    begin = time.perf_counter()
+    for _ in range(_ROUNDS):
+        for request in requests:
+            if not request.timed or time.perf_counter() - begin + 1e-3 * request.ttft_ms < _LONG_S:
+                request.timed.append(await bench.ask(request.prompt, request.task))
+    samples = [request.sample for request in fused if request.is_as_asked]
+    if not samples:
+        return None
+    return Profile.fit(policy.title, [request.sample for request in prefill], samples, _cold_ms(store, keys))
+
+
+@dataclass
+class _Request:
+    prompt: Prompt
+    task: FuseTask | None
+    timed: list[Timed] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return min(timed.ttft_ms for timed in self.timed)
+
+    @property
+    def is_as_asked(self) -> bool:
+        return self.task is not None and self.timed[-1].report.policy == self.task.policy.label
+
+    @property
+    def sample(self) -> Sample:
+        num_tokens = len(self.prompt.token_ids)
+        return Sample(Load(num_tokens) if self.task is None else load_of(num_tokens, self.task), self.ttft_ms)
 
 
 def load_of(num_tokens: int, task: FuseTask) -> Load:
