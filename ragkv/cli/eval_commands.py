@@ -306,7 +306,7 @@ def swap(
     chunk_tokens: Annotated[str, typer.Option(help="Tokens of a chunk, so of a record.")] = "512",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1",
     bandwidths: Annotated[str, typer.Option(help="Of the store's reads, in MiB/s; 0 is the disk's own.")] = "0,400,50",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median, at least.")] = 3,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of it.")] = None,
     as_json: AsJson = False,
     home: Home = None,
