@@ -17,7 +17,7 @@ from ragkv.kernels.rotation import Rotation
 logger = logging.getLogger(__name__)
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-_CAPABILITY_TO_LIBRARY = {"AVX512": "_avx512", "AVX2": "_avx2"}  # by torch's name of what the processor can
+_CAPABILITY_TO_LIBRARIES = {"AVX512": ["_avx512_bf16", "_avx512"], "AVX2": ["_avx2"]}  # by torch's name; the best first
 _SIGNATURES = {  # p: an address, i: int, n: int64, f: float
     "ragkv_selective_attention": "ippppppppppff",
     "ragkv_query_scores": "ippppppff",
@@ -29,8 +29,13 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "n": ctypes.c_int64, "f": ct
 @functools.cache
 def find() -> ctypes.CDLL | None:
     """The library for this processor, None if it wasn't compiled or can't be loaded."""
-    name = _CAPABILITY_TO_LIBRARY.get(torch.backends.cpu.get_cpu_capability(), "_baseline")
-    spec = importlib.util.find_spec(f"{__name__}.{name}")
+    names = _CAPABILITY_TO_LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ["_baseline"])
+    specs = [
+        importlib.util.find_spec(f"{__name__}.{name}")
+        for name in names
+        if name != "_avx512_bf16" or torch.cpu._is_avx512_bf16_supported()
+    ]
+    spec = next((spec for spec in specs if spec is not None), None)  # an old compiler knows no bfloat16
     if spec is None or spec.origin is None:
         return None
     try:

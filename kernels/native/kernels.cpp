@@ -12,6 +12,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -111,8 +114,22 @@ inline void cap(float* s, int n, float soft_cap) {
   for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] / soft_cap);
 }
 
+// What products are made of, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
+struct Single {
+  static constexpr int numbers = 1;
+  static inline vec add(vec sum, float a, vec b) { return sum + a * b; }
+};
+#ifdef __AVX512BF16__
+struct Pair {
+  static constexpr int numbers = 2;
+  static inline vec add(vec sum, float a, vec b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
+  }
+};
+#endif
+
 // to[ROWS][2 W] (+)= a b: a[r][i] is a[i * a_step + r * a_row], b is [depth][b_step].
-template <bool ADD>
+template <bool ADD, typename Cell = Single>
 inline void product(const float* a, int a_step, int a_row, const float* b, int b_step, int depth, float* to,
                     int64_t to_step) {
   vec sums[ROWS][2];
@@ -122,8 +139,8 @@ inline void product(const float* a, int a_step, int a_row, const float* b, int b
     const vec left = load(b + i * b_step), right = load(b + i * b_step + W);
     for (int r = 0; r < ROWS; ++r) {
       const float factor = a[i * a_step + r * a_row];
-      sums[r][0] += factor * left;
-      sums[r][1] += factor * right;
+      sums[r][0] = Cell::add(sums[r][0], factor, left);
+      sums[r][1] = Cell::add(sums[r][1], factor, right);
     }
   }
   for (int r = 0; r < ROWS; ++r)
@@ -176,6 +193,27 @@ inline void copy_columns(const Paged& layout, At row_at, int64_t n, int count, i
   for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
 }
 
+// Pairs of a[i] and b[i], b null for zeros.
+inline void interleave(const bfloat16* a, const bfloat16* b, int count, float* to) {
+  for (int i = 0; i < count; ++i) {
+    const uint32_t bits = a[i].bits | (b ? uint32_t(b[i].bits) << 16 : 0);
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+// As copy_columns, in pairs of what lies one above the other.
+template <typename At>
+inline void copy_column_pairs(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
+  int run;
+  for (int i = 0; i < count; i += run) {
+    run = int(std::min<int64_t>(count - i, layout.block_size - (n + i) % layout.block_size));
+    const bfloat16* from = row_at(i);
+    for (int d = 0; d < size; d += 2)
+      interleave(from + d * layout.number, from + (d + 1) * layout.number, run, to + size_t(d / 2) * KEYS + i);
+  }
+  for (int d = 0; d < size / 2; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
+}
+
 // selective_attention
 
 struct Attention {
@@ -187,22 +225,29 @@ struct Attention {
   const float* sinks;  // null: none
 };
 
-template <typename T>
+template <typename T, typename Cell>
 void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int64_t head, int64_t first, int64_t last) {
-  const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size);
+  constexpr bool PAIRS = Cell::numbers == 2;
+  const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size), depth = size / Cell::numbers;
   const int width = (size + 2 * W - 1) / (2 * W) * (2 * W);
   const int num_rows = int(last - first) * group, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
-  std::vector<float> queries(size_t(padded) * size), sums(size_t(padded) * width), keys(size_t(size) * KEYS),
-      values(size_t(KEYS) * width), scores(ROWS * KEYS), top(padded, LOWEST), total(padded);
+  std::vector<float> queries(size_t(padded) * depth), sums(size_t(padded) * width), keys(size_t(depth) * KEYS),
+      values(size_t(KEYS) / Cell::numbers * width), scores(ROWS * KEYS), top(padded, LOWEST), total(padded);
+  std::vector<bfloat16> weights(PAIRS ? ROWS * KEYS : 0);
   std::vector<int64_t> place(padded);
-  for (int row = 0; row < padded; ++row) {  // packed by ROWS: [padded / ROWS][size][ROWS]
+  for (int row = 0; row < padded; ++row) {  // packed by ROWS: [padded / ROWS][depth][ROWS]
     const int like = std::min(row, num_rows - 1);
     const int64_t query = first + like / group, of = head * group + like % group;
     place[row] = c.positions[query];
     if (c.sinks) top[row] = c.sinks[of], total[row] = 1.0f;
     const T* from = q + (query * c.num_heads + of) * size;
-    for (int d = 0; d < size; ++d)
-      queries[(size_t(row / ROWS) * size + d) * ROWS + row % ROWS] = number(from[d]) * c.scale;
+    for (int d = 0; d < depth; ++d) {
+      float* to = &queries[(size_t(row / ROWS) * depth + d) * ROWS + row % ROWS];
+      if constexpr (PAIRS)
+        std::memcpy(to, from + 2 * d, sizeof *to);
+      else
+        *to = number(from[d]) * c.scale;
+    }
   }
   const auto at = [&](const T* cache, const Paged& layout, int64_t n) {
     return cache + c.block_table[n / layout.block_size] * layout.block + n % layout.block_size * layout.row +
@@ -212,22 +257,35 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
   const int64_t begin = c.window ? std::max<int64_t>(0, place[0] - c.window + 1) : 0;
   for (int64_t n = begin; n < end; n += KEYS) {
     const int count = int(std::min<int64_t>(KEYS, end - n));
-    if (c.keys.number == 1)
-      pack_columns<T>([&](int i) { return at(k, c.keys, n + i); }, count, size, keys.data());
-    else
-      copy_columns<T>(c.keys, [&](int i) { return at(k, c.keys, n + i); }, n, count, size, keys.data());
-    for (int i = 0; i < count; ++i) {
-      const T* value = at(v, c.values, n + i);
-      for (int d = 0; d < size; ++d) values[size_t(i) * width + d] = number(value[d]);
+    const auto key_at = [&](int i) { return at(k, c.keys, n + i); };
+    if constexpr (PAIRS) {
+      if (c.keys.number == 1)
+        pack_columns<float>([&](int i) { return (const float*)key_at(i); }, count, depth, keys.data());
+      else
+        copy_column_pairs(c.keys, key_at, n, count, size, keys.data());
+      for (int i = 0; i < count; i += 2)
+        interleave(at(v, c.values, n + i), i + 1 < count ? at(v, c.values, n + i + 1) : nullptr, size,
+                   &values[size_t(i / 2) * width]);
+    } else {
+      if (c.keys.number == 1)
+        pack_columns<T>(key_at, count, size, keys.data());
+      else
+        copy_columns<T>(c.keys, key_at, n, count, size, keys.data());
+      for (int i = 0; i < count; ++i) {
+        const T* value = at(v, c.values, n + i);
+        for (int d = 0; d < size; ++d) values[size_t(i) * width + d] = number(value[d]);
+      }
     }
-    std::fill(values.begin() + size_t(count) * width, values.end(), 0.0f);
+    std::fill(values.begin() + size_t((count + Cell::numbers - 1) / Cell::numbers) * width, values.end(), 0.0f);
     for (int row = 0; row < padded; row += ROWS) {
       if (place[row + ROWS - 1] < n) continue;                          // all are past
       if (c.window && place[row] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
       for (int col = 0; col < KEYS; col += 2 * W)
-        product<false>(&queries[size_t(row) * size], ROWS, 1, &keys[col], KEYS, size, &scores[col], KEYS);
+        product<false, Cell>(&queries[size_t(row) * depth], ROWS, 1, &keys[col], KEYS, depth, &scores[col], KEYS);
       for (int r = 0; r < ROWS; ++r) {
         float* s = &scores[r * KEYS];
+        if (PAIRS)  // would lose digits in the queries
+          for (int i = 0; i < KEYS; ++i) s[i] *= c.scale;
         if (c.soft_cap) cap(s, KEYS, c.soft_cap);
         const int64_t seen = place[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
         for (int64_t i = std::max<int64_t>(0, seen); i < KEYS; ++i) s[i] = LOWEST;
@@ -247,8 +305,14 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
         }
         total[row + r] += sum;
       }
+      const float* factors = scores.data();
+      if constexpr (PAIRS) {
+        for (int i = 0; i < ROWS * KEYS; ++i) put(&weights[i], scores[i]);
+        factors = (const float*)weights.data();
+      }
       for (int col = 0; col < width; col += 2 * W)
-        product<true>(scores.data(), 1, KEYS, &values[col], width, KEYS, &sums[size_t(row) * width + col], width);
+        product<true, Cell>(factors, 1, KEYS / Cell::numbers, &values[col], width, KEYS / Cell::numbers,
+                            &sums[size_t(row) * width + col], width);
     }
   }
   for (int row = 0; row < num_rows; ++row) {
@@ -257,7 +321,7 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
   }
 }
 
-template <typename T>
+template <typename T, typename Cell = Single>
 void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
   const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 192 / group);
   const int64_t wanted = c.num_queries * c.num_kv_heads / (2 * num_threads());  // so that all are busy to the end
@@ -266,8 +330,8 @@ void attend_all(const Attention& c, const void* q, const void* k, const void* v,
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t i = 0; i < num_tiles * c.num_kv_heads; ++i) {
     const int64_t tile = num_tiles - 1 - i / c.num_kv_heads;  // the longest first
-    attend(c, (const T*)q, (const T*)k, (const T*)v, (T*)out, i % c.num_kv_heads, tile * per_tile,
-           std::min(c.num_queries, (tile + 1) * per_tile));
+    attend<T, Cell>(c, (const T*)q, (const T*)k, (const T*)v, (T*)out, i % c.num_kv_heads, tile * per_tile,
+                    std::min(c.num_queries, (tile + 1) * per_tile));
   }
 }
 
@@ -456,7 +520,11 @@ int ragkv_selective_attention(int type, const void* q, const void* k, const void
   switch (type) {
     case 0: return attend_all<float>(call, q, k, v, out), 0;
     case 1: return attend_all<_Float16>(call, q, k, v, out), 0;
-    case 2: return attend_all<bfloat16>(call, q, k, v, out), 0;
+    case 2:
+#ifdef __AVX512BF16__
+      if (call.size % 2 == 0) return attend_all<bfloat16, Pair>(call, q, k, v, out), 0;
+#endif
+      return attend_all<bfloat16>(call, q, k, v, out), 0;
   }
   return -1;
 }

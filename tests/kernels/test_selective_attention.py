@@ -100,8 +100,9 @@ def test_a_long_context(attention):
 @every_implementation
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (9, 3), (8, 2), (8, 1)])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_heads(attention, num_heads, num_kv_heads, head_size):
-    check(attention, case(90, 25, num_heads, num_kv_heads, head_size))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads(attention, num_heads, num_kv_heads, head_size, dtype):
+    check(attention, case(90, 25, num_heads, num_kv_heads, head_size, dtype))
 
 
 @every_implementation
