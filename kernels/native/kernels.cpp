@@ -68,6 +68,13 @@ inline void put(bfloat16* to, float x) {  // to the nearest, ties to even
   to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+#ifdef __AVX512BF16__
+inline void store(bfloat16* x, vec y) {
+  const __m256bh z = _mm512_cvtneps_pbh((__m512)y);
+  std::memcpy(x, &z, sizeof z);
+}
+#endif
+
 // e^x for x <= 0, to 2 units in the last place (Cephes' polynomial).
 inline vec exp_(vec x) {
   x = x < vec{} - 87.0f ? vec{} - 87.0f : x;
@@ -87,12 +94,13 @@ inline vec exp_(vec x) {
   return p * scale;
 }
 
-// s[0..n) becomes e^(s - most); returns the sum. n is a multiple of W.
-inline float exponentials(float* s, int n, float most) {
+// to[0..n) becomes e^(s scale - most); returns the sum. n is a multiple of W.
+template <typename T>
+inline float exponentials(const float* s, int n, float scale, float most, T* to) {
   vec added{};
   for (int i = 0; i < n; i += W) {
-    const vec p = exp_(load(s + i) - most);
-    store(s + i, p);
+    const vec p = exp_(load(s + i) * scale - most);
+    store(to + i, p);
     added += p;
   }
   float sum = 0;
@@ -100,18 +108,19 @@ inline float exponentials(float* s, int n, float most) {
   return sum;
 }
 
-inline float largest(const float* s, int n, float most) {
+inline float largest(const float* s, int n) {
   vec highest = load(s);
   for (int i = W; i < n; i += W) {
     const vec x = load(s + i);
     highest = x > highest ? x : highest;
   }
-  for (int i = 0; i < W; ++i) most = std::max(most, highest[i]);
+  float most = highest[0];
+  for (int i = 1; i < W; ++i) most = std::max(most, highest[i]);
   return most;
 }
 
-inline void cap(float* s, int n, float soft_cap) {
-  for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] / soft_cap);
+inline void cap(float* s, int n, float scale, float soft_cap) {
+  for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] * scale / soft_cap);
 }
 
 // What products are made of, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
@@ -249,6 +258,13 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
         *to = number(from[d]) * c.scale;
     }
   }
+  const float scale = PAIRS ? c.scale : 1.0f, factor = c.soft_cap ? 1.0f : scale;  // scaled pairs would lose digits
+  const auto weight_at = [&](int r) {
+    if constexpr (PAIRS)
+      return &weights[r * KEYS];
+    else
+      return &scores[r * KEYS];
+  };
   const auto at = [&](const T* cache, const Paged& layout, int64_t n) {
     return cache + c.block_table[n / layout.block_size] * layout.block + n % layout.block_size * layout.row +
            head * layout.head;
@@ -284,18 +300,16 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
         product<false, Cell>(&queries[size_t(row) * depth], ROWS, 1, &keys[col], KEYS, depth, &scores[col], KEYS);
       for (int r = 0; r < ROWS; ++r) {
         float* s = &scores[r * KEYS];
-        if (PAIRS)  // would lose digits in the queries
-          for (int i = 0; i < KEYS; ++i) s[i] *= c.scale;
-        if (c.soft_cap) cap(s, KEYS, c.soft_cap);
+        if (c.soft_cap) cap(s, KEYS, scale, c.soft_cap);
         const int64_t seen = place[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
         for (int64_t i = std::max<int64_t>(0, seen); i < KEYS; ++i) s[i] = LOWEST;
         for (int64_t i = 0; i < std::min<int64_t>(unseen, KEYS); ++i) s[i] = LOWEST;
         if (seen <= 0 || unseen >= KEYS) {
-          std::fill(s, s + KEYS, 0.0f);
+          std::memset(weight_at(r), 0, KEYS * sizeof *weight_at(r));
           continue;
         }
-        const float most = largest(s, KEYS, top[row + r]);
-        const float sum = exponentials(s, KEYS, most);
+        const float most = std::max(top[row + r], largest(s, KEYS) * factor);
+        const float sum = exponentials(s, KEYS, factor, most, weight_at(r));
         if (most > top[row + r]) {
           const float faded = std::exp(top[row + r] - most);
           total[row + r] *= faded;
@@ -305,13 +319,8 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
         }
         total[row + r] += sum;
       }
-      const float* factors = scores.data();
-      if constexpr (PAIRS) {
-        for (int i = 0; i < ROWS * KEYS; ++i) put(&weights[i], scores[i]);
-        factors = (const float*)weights.data();
-      }
       for (int col = 0; col < width; col += 2 * W)
-        product<true, Cell>(factors, 1, KEYS / Cell::numbers, &values[col], width, KEYS / Cell::numbers,
+        product<true, Cell>((const float*)weight_at(0), 1, KEYS / Cell::numbers, &values[col], width, KEYS / Cell::numbers,
                             &sums[size_t(row) * width + col], width);
     }
   }
@@ -323,7 +332,7 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
 
 template <typename T, typename Cell = Single>
 void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
-  const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 192 / group);
+  const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 384 / group);
   const int64_t wanted = c.num_queries * c.num_kv_heads / (2 * num_threads());  // so that all are busy to the end
   const int64_t per_tile = std::min(at_most, std::max<int64_t>(std::max<int64_t>(1, 24 / group), wanted));
   const int64_t num_tiles = (c.num_queries + per_tile - 1) / per_tile;
@@ -369,11 +378,11 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int first, int 
     float* s = &scores[size_t(row) * width];
     const int64_t last_seen = c.q_positions[(first + row) / group];
     const int64_t first_seen = c.window ? last_seen - c.window + 1 : INT64_MIN;
-    if (c.soft_cap) cap(s, int(width), c.soft_cap);
+    if (c.soft_cap) cap(s, int(width), 1.0f, c.soft_cap);
     for (int64_t n = 0; n < c.num_tokens; ++n)
       s[n] = c.k_positions[n] <= last_seen && c.k_positions[n] >= first_seen ? s[n] : LOWEST;
     std::fill(s + c.num_tokens, s + width, LOWEST);
-    const float share = 1.0f / exponentials(s, int(width), largest(s, int(width), LOWEST));
+    const float share = 1.0f / exponentials(s, int(width), 1.0f, largest(s, int(width)), s);
     for (int64_t n = 0; n < c.num_tokens; ++n) votes[n] += share * s[n];
   }
 }
