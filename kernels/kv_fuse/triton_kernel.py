@@ -37,8 +37,8 @@ def kv_fuse(
         key_cache,
         value_cache,
         key_cache.shape[1],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *key_cache.stride(),
+        *value_cache.stride(),
         HEAD_SIZE=head_size,
         PAIRS=0 if rotation is None else rotation.cos.shape[-1],
         NEOX=rotation is None or rotation.neox,
@@ -83,9 +83,11 @@ def _kv_fuse(
     key_block,
     key_row,
     key_head,
+    key_number,
     value_block,
     value_row,
     value_head,
+    value_number,
     HEAD_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     NEOX: tl.constexpr,
@@ -154,7 +156,7 @@ def _kv_fuse(
         v += weights * tl.load(learned_v + d, mask=within, other=0.0)[None, :]
 
     block, line = slots // block_size, slots % block_size
-    to = (block * key_block + line * key_row + head * key_head)[:, None] + d[None, :]
+    to = (block * key_block + line * key_row + head * key_head)[:, None] + (d * key_number)[None, :]
     tl.store(key_cache + to, k.to(key_cache.dtype.element_ty), mask=written)
-    to = (block * value_block + line * value_row + head * value_head)[:, None] + d[None, :]
+    to = (block * value_block + line * value_row + head * value_head)[:, None] + (d * value_number)[None, :]
     tl.store(value_cache + to, v.to(value_cache.dtype.element_ty), mask=written)

@@ -58,6 +58,7 @@ def kv_fuse(
     """As `kv_fuse_reference`. The chunks have one stored type and are contiguous, and so are a token's numbers."""
     if not chunks:
         return
+    assert key_cache.stride(3) == value_cache.stride(3) == 1
     rows = torch.tensor(table(chunks, learned))
     assert rows.shape[1] == FIELDS
     num_heads, _, head_size = chunks[0].k.shape

@@ -18,7 +18,7 @@ def selective_attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `selective_attention_reference`, in q's type. The caches' D is contiguous. Nothing waits for the device."""
+    """As `selective_attention_reference`, in q's type. Nothing waits for the device."""
     num_queries, num_heads, head_size = q.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -38,8 +38,8 @@ def selective_attention(
         key_cache.shape[1],
         scale,
         soft_cap,
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *key_cache.stride(),
+        *value_cache.stride(),
         GROUP=group,
         HEAD_SIZE=head_size,
         WINDOW=window or 0,
@@ -65,9 +65,11 @@ def _selective_attention(
     key_block,
     key_row,
     key_head,
+    key_number,
     value_block,
     value_row,
     value_head,
+    value_number,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -103,8 +105,9 @@ def _selective_attention(
         block = tl.load(block_table + n // block_size, mask=n < end, other=0)
         line = n % block_size
         filled = (n < end)[:, None] & (d < HEAD_SIZE)[None, :]
-        keys = key_cache + (block * key_block + line.to(tl.int64) * key_row + kv_head * key_head)[:, None] + d[None, :]
-        scores = tl.dot(x, tl.trans(tl.load(keys, mask=filled, other=0.0)), input_precision="tf32x3") * scale
+        keys = (block * key_block + line.to(tl.int64) * key_row + kv_head * key_head)[:, None]
+        k = tl.load(key_cache + keys + (d * key_number)[None, :], mask=filled, other=0.0)
+        scores = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         if CAPPED:
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
         seen = n[None, :] <= place[:, None]
@@ -115,8 +118,8 @@ def _selective_attention(
         weights = tl.exp(scores - new_top[:, None])
         faded = tl.exp(top - new_top)
         total = total * faded + tl.sum(weights, 1)
-        values = block * value_block + line.to(tl.int64) * value_row + kv_head * value_head
-        v = tl.load(value_cache + values[:, None] + d[None, :], mask=filled, other=0.0)
+        values = (block * value_block + line.to(tl.int64) * value_row + kv_head * value_head)[:, None]
+        v = tl.load(value_cache + values + (d * value_number)[None, :], mask=filled, other=0.0)
         sums = sums * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         top = new_top
     result = sums / tl.where(there, total, 1.0)[:, None]

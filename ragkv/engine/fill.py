@@ -134,13 +134,14 @@ class Source:
 
 
 class Fill:
-    """The blocks of one request being filled."""
+    """The blocks of one request being filled. is_apart: a layer is put together elsewhere than in vLLM's blocks."""
 
     def __init__(self, source: Source, job: Job, report: Report) -> None:
         self._source, self._subset, self._job, self._report = source, source.subset, job, report
         self.blocks, self.in_place = source.blocks(job)
+        self.is_apart = self.blocks is not self.in_place
         self._slots = self.blocks.slots.clone()
-        if self.blocks is self.in_place:  # what vLLM's prefix cache has must not be written
+        if not self.is_apart:  # what vLLM's prefix cache has must not be written
             self._slots[: job.num_prefix] = _NOT_WRITTEN
 
     def run(

@@ -175,9 +175,9 @@ class _Request:
         spread = policy.name == "query-spread"
         ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), spread)
         over = self._over(self._uncached, self._spans)
-        flush = over is not self._fill.blocks
-        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=flush)
-        self._num_loaded = layers.stop if flush else 0
+        kept = not (self._fill.is_apart and over is self._fill.blocks)  # else put together again for the next pass
+        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=kept)
+        self._num_loaded = layers.stop if kept else 0
         attention, votes = ballot.results()
         if policy.name == "adaptive":
             least = int(LEAST_SHARE * int(self._cached.sum()))
@@ -221,7 +221,8 @@ class _Request:
             bound = int(part[-1]) + 1 if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             over = self._over(part, reached) if any_spans else None
-            moved = [s for s in reached if over is self._fill.blocks or (shift and len(rows_in(part, s)))]
+            anew = self._fill.is_apart and over is self._fill.blocks
+            moved = [s for s in reached if anew or (shift and len(rows_in(part, s)))]
 
             def spans_at(
                 layer: int, reached: Sequence[Span] = reached, moved: Sequence[Span] = moved
@@ -239,7 +240,7 @@ class _Request:
         fill, kernels = self._fill, self._source.kernels
         if not (len(positions) and self._source.can_attend and pays(kernels, positions)):
             return None
-        if fill.blocks is not fill.in_place:
+        if fill.is_apart:
             of_vllm = self._num_prefix > self._exact_until  # its cache has what another fusion made of these
             known = covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1]
             if of_vllm or not bool(known.all()):

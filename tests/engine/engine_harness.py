@@ -39,10 +39,10 @@ class Result:
 class Harness:
     """Synchronous tests on an asynchronous engine; its loop only runs inside `run`."""
 
-    def __init__(self, runner, folder, store, dtype="float32", **engine_args):
+    def __init__(self, runner, folder, store, dtype="float32", kernels="auto", **engine_args):
         self.runner = runner
         arguments = {"max_logprobs": -1, **engine_args}
-        config = ModelConfig(name=str(folder), dtype=dtype, kv_cache_gib=1)
+        config = ModelConfig(name=str(folder), dtype=dtype, kernels=kernels, kv_cache_gib=1)
         self.engine = self.run(Engine.start(folder, config, store, FINGERPRINT, **arguments))
 
     def run(self, coroutine):
@@ -108,7 +108,10 @@ class WorstChoice(WorkerExtension):
 
 
 class Switchable(WorkerExtension):
-    """A worker that can be told to leave attention to vLLM, and to slice its work; it says where it attended."""
+    """A worker that can be told to leave attention to vLLM, to slice its work, and to work in vLLM's blocks as on CUDA.
+
+    It says where it attended.
+    """
 
     def use_own_attention(self, wanted: bool):
         from ragkv.engine import fusion
@@ -122,6 +125,12 @@ class Switchable(WorkerExtension):
         slices = getattr(connector, "own_slice_tokens", connector.slice_tokens)
         connector.own_slice_tokens = slices
         connector.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
+
+    def use_blocks_of_vllm(self, wanted: bool):
+        from ragkv.engine.fill import Source
+
+        own = Source.own_blocks = getattr(Source, "own_blocks", Source.blocks)
+        Source.blocks = (lambda source, job: 2 * own(source, job)[1:]) if wanted else own
 
     def places(self) -> list[str]:
         """Over what the passes since the last call attended by our kernel, one after the other."""

@@ -1,6 +1,7 @@
 """Fusion without a line of per-model code: tiny random-weight models of other families, in float32."""
 
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -106,6 +107,32 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
             assert harness.tell("places")[-2:] == ["InPlace", "InPlace"]
             harness.tell("use_slices_of", None)
         check_behind_a_fused_prefix(harness, anchor, chunks, question)
+    finally:
+        harness.close()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton isn't installed")
+def test_the_passes_that_cuda_gets_answer_the_same(runner, tmp_path, monkeypatch):
+    """Triton's kernels, interpreted, in vLLM's own blocks."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    extension = "engine_harness.Switchable"
+    harness = start(runner, FUSED["llama"](), tmp_path, kernels="triton", worker_extension_cls=extension)
+    try:
+        anchor, chunks, question = parts()
+        chunks = [chunk[:60] for chunk in chunks[:3]]
+        harness.capture(anchor, chunks)
+        for policy in ("none", "query:0.2", "query+shift:0.2", "cacheblend:0.2"):
+            expected = harness.ask_now(*lay_out(anchor, chunks, question, policy))
+            harness.tell("use_blocks_of_vllm", True)
+            for slice_tokens in (None, 30) if "shift" in policy else (None,):
+                harness.tell("use_slices_of", slice_tokens)
+                harness.tell("places")
+                found = harness.ask_now(*lay_out(anchor, chunks, question, policy))
+                assert_same(found, expected)
+                assert found.report.recomputed_runs == expected.report.recomputed_runs
+                assert set(harness.tell("places")) == {"InPlace"}
+            harness.tell("use_slices_of", None)
+            harness.tell("use_blocks_of_vllm", False)
     finally:
         harness.close()
 

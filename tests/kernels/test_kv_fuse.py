@@ -28,6 +28,10 @@ def caches(layout, num_blocks, num_heads, head_size, dtype):
         case "one block":
             both = filled(2, num_heads, num_blocks * BLOCK_SIZE, head_size, dtype=dtype)
             return both.transpose(1, 2)[:, None].unbind(0)
+        case "K by columns":
+            k, v = filled(2, num_blocks, num_heads, BLOCK_SIZE * head_size, dtype=dtype).unbind(0)
+            columns, rows = k.unflatten(2, (head_size, BLOCK_SIZE)), v.unflatten(2, (BLOCK_SIZE, head_size))
+            return columns.permute(0, 3, 1, 2), rows.transpose(1, 2)
 
 
 def filled(*shape, dtype):
@@ -91,6 +95,13 @@ def check(kv_fuse, chunks, turning, layout, num_blocks, dtype, learned=None):
 def test_types_and_layouts(kv_fuse, dtype, stored, layout):
     chunks, num_blocks = request([33, 1], 2, 64, dtype if stored == "raw" else stored)
     check(kv_fuse, chunks, rotation(64, True), layout, num_blocks, dtype)
+
+
+@pytest.mark.parametrize("kv_fuse", implementations("kv_fuse", "triton"))
+def test_keys_by_columns(kv_fuse):
+    """As vLLM has them on CPU."""
+    chunks, num_blocks = request([33, 1], 2, 64, torch.float32)
+    check(kv_fuse, chunks, rotation(64, True), "K by columns", num_blocks, torch.float32, lessons(chunks))
 
 
 @every_implementation

@@ -125,7 +125,7 @@ def test_sinks(attention, options):
     check(attention, case(150, 50, 6, 2, 64), sinks=sinks, **options)
 
 
-@pytest.mark.parametrize("attention", implementations("selective_attention", "native", "torch"))
+@every_implementation
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"window": 50}])
 @pytest.mark.parametrize("head_size", [64, 80])
