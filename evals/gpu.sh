@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The kernels on a CUDA device: their tests, compiled, then their benches as one table.
-# PYTHON: one that has ragkv and its dependencies.
+# PYTHON: one that has ragkv and its dependencies. MODEL: if set, then also time to first token in vLLM with that model, a
+# folder whose config.json and tokenizer are enough, or a Hugging Face id.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONSAFEPATH=1
@@ -23,3 +24,8 @@ for operator in kv_fuse selective_attention query_scores kv_deviation; do
   "$python" -m "ragkv.kernels.$operator.bench" >> "$rows"
 done
 "$python" -m ragkv.kernels.timing < "$rows"
+
+if [ -n "${MODEL:-}" ]; then
+  "$python" -m ragkv eval ttft --model "$MODEL" --random-weights --tokens 1024,4096,8192 --repeats 3 \
+    --policies query-spread+shift:0.05,query:0.05,none
+fi

@@ -23,15 +23,18 @@ async def run(
     emit: Callable[[dict[str, Any]], None],
     *,
     cold: bool = False,
+    random_weights: bool = False,
 ) -> None:
     """Measure, and `emit` one row for each prompt length and policy as soon as it is known.
 
     tokens: prompt lengths, cut from English text (the Python manual) in chunks of `index.chunk_tokens`, captured as an
     index is: `index.captures` times, behind the text's other chunks. KV is stored in a temporary folder. cold: time
-    each policy also with KV that the system hasn't got in memory. Raises ConfigError for a length that the model's
-    context can't hold.
+    each policy also with KV that the system hasn't got in memory. random_weights: the model's own aren't read; times
+    don't depend on them, but for which tokens are chosen. Raises ConfigError for a length that the model's context
+    can't hold.
     """
-    async with stand(config, config.index.captures, config.store.worker_options()) as on:
+    weights = {"load_format": "dummy"} if random_weights else {}
+    async with stand(config, config.index.captures, config.store.worker_options(), **weights) as on:
         bench = on.bench(config.index.chunk_tokens)
 
         def drop(task: FuseTask) -> None:
@@ -44,7 +47,8 @@ async def run(
             prompt, digests = await bench.prepare(num_tokens)
             tasks = [on.kv.task(prompt, digests, policy, on.store) for policy in policies]
             for row in await _measure(bench, prompt, tasks, repeats, drop if cold else None):
-                emit({**row, "repeats": repeats, "model": config.model.name, "dtype": config.model.dtype})
+                of_model = {"model": config.model.name, "random_weights": random_weights, "dtype": config.model.dtype}
+                emit({**row, "repeats": repeats, **of_model})
 
 
 async def _measure(

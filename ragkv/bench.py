@@ -92,15 +92,17 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(config: Config, captures: int, store_options: Mapping[str, Any]) -> AsyncGenerator[Stand, None]:
-    """Start the configured model on a store in a temporary folder; both are gone afterwards.
+async def stand(
+    config: Config, captures: int, store_options: Mapping[str, Any], **engine_args: Any
+) -> AsyncGenerator[Stand, None]:
+    """Start the configured model on a store in a temporary folder; both are gone afterwards. engine_args go to vLLM.
 
     Raises ModelError for a model that can't be loaded or fused.
     """
     model, fingerprint = models.resolve(config.model.name, config.home), "0" * 32
     layout = PromptLayout(model)
     with tempfile.TemporaryDirectory(prefix="ragkv-eval-") as folder:
-        engine = await Engine.start(model, config.model, Path(folder), fingerprint, store_options)
+        engine = await Engine.start(model, config.model, Path(folder), fingerprint, store_options, **engine_args)
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")

@@ -19,6 +19,9 @@ def ttft(
     policies: Annotated[str, typer.Option(help="Policies with their budgets.")] = "full,query:0.15,query:0.05,none",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements behind each median.")] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Also with KV from the disk instead of memory.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Of the model only config.json and the tokenizer are read.")
+    ] = False,
     as_json: AsJson = False,
     home: Home = None,
     model: Model = None,
@@ -48,7 +51,7 @@ def ttft(
             )
 
     with err.status("measuring"), log_in_errors(config):
-        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit, cold=cold))
+        asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit, cold=cold, random_weights=random_weights))
     if not as_json:
         eval_output.print_ttft(rows)
 

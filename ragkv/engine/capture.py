@@ -78,10 +78,11 @@ class Capture:
 
     def _add_alone(self, average: "Average") -> None:
         alone = average.task.alone
-        with self._source.store.snapshot() as snapshot:
+        with self._source.snapshot() as snapshot:
             for layer in range(len(self._subset.layers)):
-                loaded = self._source.read(snapshot, layer, alone)
-                average.mean.add(layer, *loaded.kv.decoded(), loaded.kv.base_position)
+                with self._source.upload.within():
+                    loaded = self._source.read(snapshot, layer, alone)
+                    average.mean.add(layer, *loaded.kv.decoded(), loaded.kv.base_position)
             self._source.check_still_there(snapshot, [alone])
         average.mean.count = 1
 
@@ -93,7 +94,7 @@ class Capture:
         positions = [torch.arange(start, len(job.token_ids)) for start, job in zip(starts, jobs, strict=True)]
         sizes = list(map(len, positions))
         captured: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
-        with self._source.store.snapshot() as snapshot:
+        with self._source.snapshot() as snapshot:
 
             def before_layer(layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 parts = zip(averages, fills, captured, torch.split(k, sizes), torch.split(v, sizes), strict=True)

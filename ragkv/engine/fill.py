@@ -6,7 +6,8 @@ no more than one layer is held. Knows nothing about policies.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ from ragkv.engine.attention import can_attend, selective
 from ragkv.engine.blocks import Blocks, InPlace, Ordered, find_views
 from ragkv.engine.job import Job, Report, Span
 from ragkv.engine.subset import Piece, SubsetForward
+from ragkv.engine.upload import Upload
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
 from ragkv.kernels.kv_fuse import Learned, Staged
@@ -86,6 +88,7 @@ class Source:
         kernels: Kernels,
     ) -> None:
         self.subset, self.rotations, self.store, self.kernels = subset, rotations, store, kernels
+        self.upload = Upload(subset.device)
         self._fingerprint = fingerprint
         self._views = find_views(subset)
         self.can_attend = can_attend(subset)
@@ -102,8 +105,20 @@ class Source:
             return in_place, in_place
         return Ordered(self.subset, slots), in_place
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Of the store. At its end the device has all that was read."""
+        with self.store.snapshot() as snapshot:
+            try:
+                yield snapshot
+            finally:
+                self.upload.finish()
+
     def read(self, snapshot: Snapshot, layer: int, span: Span) -> Loaded:
-        """One layer of a span. Raises BadSpanError unless it is there, verifies and fits."""
+        """One layer of a span, to be used `within` a use of `upload`.
+
+        Raises BadSpanError unless it is there, verifies and fits.
+        """
         try:
             kv = snapshot.get(self.key(span), layer)
         except CorruptRecordError as error:
@@ -115,7 +130,7 @@ class Source:
         if tuple(kv.k.shape) != expected:
             reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
             raise BadSpanError(span, reason, is_corrupt=True)
-        return Loaded(span, kv.map(lambda tensor: tensor.to(self.subset.device, non_blocking=True)))
+        return Loaded(span, self.upload(kv))
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
         """So that nobody reads it again, and it is captured anew."""
@@ -169,9 +184,13 @@ class Fill:
         lesson = _Lesson(positions, device) if shift else None
         end = max([int(positions[-1]) + 1 if len(positions) else 0, *(span.end for span in spans_at(0))])
         key_positions = self._key_positions(positions, spans_at(0)) if see else on_device
-        with self._source.store.snapshot() as snapshot:
+        with self._source.snapshot() as snapshot:
 
             def before_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
+                with self._source.upload.within():
+                    return put_together(layer, q, k, v)
+
+            def put_together(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
                 if layer + 1 < len(self._subset.layers):  # is read while this one is computed
                     for span in spans_at(layer + 1):
                         snapshot.prefetch(self._source.key(span), layer + 1)
@@ -208,7 +227,8 @@ class Fill:
 
     def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
         """Write one layer of a span into the blocks."""
-        self._fuse(layer, [self._source.read(snapshot, layer, span)], self._slots)
+        with self._source.upload.within():
+            self._fuse(layer, [self._source.read(snapshot, layer, span)], self._slots)
         self.blocks.flush(layer, span.start, span.end)
 
     def _fuse(
