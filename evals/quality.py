@@ -39,8 +39,8 @@ from ragkv.store.segment_store import SegmentStore
 KV_KINDS = {
     "alone": "each chunk captured by itself, without the anchor",
     "anchor": "each chunk captured once, behind the anchor",
-    "random": "averaged over the anchor alone and the anchor with random other chunks; the first chunk exact",
-    "near": "averaged over the anchor alone and the anchor with the nearest other chunks; the first chunk exact",
+    "random": "averaged behind the anchor and each of some random other chunks; the first chunk exact",
+    "near": "averaged behind the anchor and each of its nearest other chunks; the first chunk exact",
 }
 DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24

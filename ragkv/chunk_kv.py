@@ -19,8 +19,11 @@ from ragkv.store.record import ChunkKey
 
 
 class ChunkKV:
-    """The KV of chunks behind one anchor, made by one model. captures: over how many contexts it is averaged; contexts:
-    what kind of contexts, a name that keeps averages of different kinds apart."""
+    """The KV of chunks behind one anchor, made by one model.
+
+    captures: how often each is captured, once behind the anchor and else for its average; contexts: what kind of
+    contexts that is made in, a name that keeps averages of different kinds apart.
+    """
 
     def __init__(
         self, anchor: Sequence[int], fingerprint: str, heads: tuple[int, int], captures: int, contexts: str = NEAREST
@@ -101,7 +104,7 @@ class ChunkKV:
         others: Sequence[Span],
         done: Callable[[str, int], None],
     ) -> None:
-        """Store the mean over the capture behind the anchor and captures behind each of these chunks."""
+        """Store the mean over captures behind each of these chunks."""
         room = engine.max_model_len - len(tokens) - 2
         fitting = [span for span in others if span.end <= room][: self.captures - 1]
         alone = self.span(digest, len(tokens))

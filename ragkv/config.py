@@ -75,8 +75,8 @@ class IndexConfig(Section):
         4,
         ge=1,
         le=64,
-        description="Contexts that a chunk's KV is averaged over; 1: once, behind the anchor, for a quarter of the "
-        "index time, half the disk and more drift",
+        description="How often a chunk's KV is captured: behind the anchor, and for an average behind its nearest "
+        "other chunks; 1: once, for a quarter of the index time, half the disk and more drift",
     )
 
 

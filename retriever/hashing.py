@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-NEAREST: Final = "nearest"  # the contexts that an index averages over: each chunk's nearest neighbours
+NEAREST: Final = "behind nearest"  # the contexts that an index averages over: each chunk's nearest neighbours
 
 
 def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:

@@ -46,17 +46,10 @@ class Capture:
     def average(self, averages: Sequence["Average"]) -> list["Average"]:
         """Capture each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
 
-        A context whose KV is no longer there is left out, and so is the average of a chunk whose own KV isn't. Raises
-        BadSpanError for the anchor's KV, and StoreError if there is no space.
+        A context whose KV is no longer there is left out, and so is the average of a chunk whose own KV isn't. With
+        fewer than two contexts the chunk's own KV counts too. Raises BadSpanError for the anchor's KV, and StoreError
+        if there is no space.
         """
-        for average in averages:
-            if not average.mean.count:
-                try:
-                    self._add_alone(average)
-                except BadSpanError as error:
-                    logger.warning("%s; it gets no average", error)
-                    self._source.discard_if_corrupt(error)
-                    average.contexts.clear()
         unfinished = [average for average in averages if average.contexts]
         try:
             captured = self._capture_behind_contexts(unfinished) if unfinished else []
@@ -71,20 +64,32 @@ class Capture:
         for average, layers in zip(unfinished, captured, strict=True):
             average.add(layers)
         complete = [average for average in averages if not average.contexts]
-        made = [(self._source.key(a.task.span), a.mean.layers()) for a in complete if a.mean.count]
+        for average in complete:
+            if average.mean.count < 2:
+                self._add_alone(average)
+        made = [(self._source.key(a.task.span), a.mean.layers()) for a in complete if self._is_wanted(a)]
         if made:
             self._source.store.put(made)
         return complete
 
+    def _is_wanted(self, average: "Average") -> bool:
+        return average.mean.count > 0 and self._source.store.contains(self._source.key(average.task.alone))
+
     def _add_alone(self, average: "Average") -> None:
-        alone = average.task.alone
-        with self._source.snapshot() as snapshot:
-            for layer in range(len(self._subset.layers)):
-                with self._source.upload.within():
-                    loaded = self._source.read(snapshot, layer, alone)
-                    average.mean.add(layer, *loaded.kv.decoded(), loaded.kv.base_position)
-            self._source.check_still_there(snapshot, [alone])
-        average.mean.count = 1
+        alone, layers = average.task.alone, []
+        try:
+            with self._source.snapshot() as snapshot:
+                for layer in range(len(self._subset.layers)):
+                    with self._source.upload.within():
+                        layers.append(self._source.read(snapshot, layer, alone).kv.map(torch.clone))
+                self._source.check_still_there(snapshot, [alone])
+        except BadSpanError as error:
+            logger.warning("%s; left out of an average", error)
+            self._source.discard_if_corrupt(error)
+            return
+        for layer, kv in enumerate(layers):
+            average.mean.add(layer, *kv.decoded(), kv.base_position)
+        average.mean.count += 1
 
     def _capture_behind_contexts(self, averages: Sequence["Average"]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Each layer's K and V `[Hkv, T, D]` of each chunk, computed behind the anchor and its next context."""

@@ -57,10 +57,11 @@ class CaptureTask:
 class AverageTask:
     """Store under `span` the mean of a chunk's KV over several captures, and its spread.
 
-    The chunk is the tokens `[span.start, span.end)` of the prompt, behind the anchor. `alone` is its capture there,
-    which is in the store already. It is also prefilled behind the anchor and each of `others`: chunks captured behind
-    the anchor too, of which the store gives the KV. The prompt goes on behind the chunk for as long as the longest of
-    these, with any tokens, so that there are blocks.
+    The chunk is the tokens `[span.start, span.end)` of the prompt, behind the anchor. It is prefilled behind the anchor
+    and each of `others`: chunks captured behind the anchor too, of which the store gives the KV. `alone` is its own
+    capture behind the anchor, which is in the store already; it counts only where there are fewer than two others, for
+    an average isn't used where nothing stands between anchor and chunk. The prompt goes on behind the chunk for as long
+    as the longest of the others, with any tokens, so that there are blocks.
     """
 
     anchor: Span

@@ -175,6 +175,18 @@ def test_an_average_is_the_mean_of_what_prefill_computes(harness, anchor, chunks
     assert not np.allclose(a.k, b.k, atol=1e-2)
 
 
+def test_of_two_contexts_or_more_the_capture_by_itself_is_no_part(harness, anchor, chunks):
+    name = average_hash(chunk_hash(anchor), "test", 3)
+    average(harness, anchor, chunks[1], [chunks[2], chunks[0]], name)
+    behind = []
+    for other in (chunks[2], chunks[0]):
+        harness.capture([*anchor, *other], [chunks[1]])
+        behind.append(stored(harness, chunks[1], chunk_hash([*anchor, *other])))
+    for found, a, b in zip(stored(harness, chunks[1], name), *behind, strict=True):
+        np.testing.assert_allclose(found.v, (a.v + b.v) / 2, atol=2e-4)
+        np.testing.assert_allclose(found.spread, ((a.v - b.v) / 2).square().sum((0, 2)).sqrt(), atol=2e-2, rtol=2e-2)
+
+
 def test_a_chunk_gone_is_left_out_of_an_average(harness, anchor, chunks, text):
     name = average_hash(chunk_hash(anchor), "test", 3)
     average(harness, anchor, chunks[3], [text[7000:7100], chunks[2]], name)
