@@ -225,6 +225,10 @@ class Fill:
         elapsed_ms = 1e3 * (time.perf_counter() - begin) - (self._report.load_ms - loaded_before)
         setattr(self._report, stage, getattr(self._report, stage) + elapsed_ms)
 
+    def is_passing(self, over: Blocks | None) -> bool:
+        """Whether what a pass over these puts together is gone at its end, unless it is flushed."""
+        return self.is_apart and over is self.blocks
+
     def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
         """Write one layer of a span into the blocks."""
         with self._source.upload.within():

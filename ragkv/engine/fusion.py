@@ -175,7 +175,7 @@ class _Request:
         spread = policy.name == "query-spread"
         ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), spread)
         over = self._over(self._uncached, self._spans)
-        kept = not (self._fill.is_apart and over is self._fill.blocks)  # else put together again for the next pass
+        kept = not self._fill.is_passing(over)
         self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=kept)
         self._num_loaded = layers.stop if kept else 0
         attention, votes = ballot.results()
@@ -221,7 +221,7 @@ class _Request:
             bound = int(part[-1]) + 1 if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             over = self._over(part, reached) if any_spans else None
-            anew = self._fill.is_apart and over is self._fill.blocks
+            anew = self._fill.is_passing(over)
             moved = [s for s in reached if anew or (shift and len(rows_in(part, s)))]
 
             def spans_at(
