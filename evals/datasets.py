@@ -32,8 +32,10 @@ class Example:
 class Dataset:
     """Examples, how the model is asked, and how its answers are scored.
 
-    instruction stands before the chunks, asking between them and the question; None is what the product uses.
-    score: "contains", "f1" or "rouge-l" (`ragkv.evals.scores`). ceiling: the best score that can be had, if not 1.
+    instruction stands before the chunks, asking between them and the question; None is what the product uses. cue:
+    what the answer follows in a plain text that the model goes on with; None is a chat, if the model has a template.
+    score: "contains", "token-f1", "rouge-l" or "rouge-l-line" (`ragkv.evals.scores`). ceiling: the best score that can
+    be had, if not 1.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Dataset:
     max_tokens: int
     instruction: str | None = None
     asking: str | None = None
+    cue: str | None = None
     ceiling: float = 1.0
 
 
@@ -114,15 +117,16 @@ def _xquad(data: Path) -> Dataset:
 
 
 def _samsum(data: Path) -> Dataset:
-    """Few-shot: ten dialogues with their summaries are the chunks, as in CacheBlend's paper."""
+    """Few-shot: ten dialogues with their summaries are the chunks, as in CacheBlend's paper, and its protocol: its
+    wording, a text to go on with instead of a chat, Rouge-L of the first line."""
     rows = json.loads((data / "samsum" / "samsum_val.json").read_text())
     examples = []
     for i, row in enumerate(rows):
         shots = random.Random(f"{_SEED}-{i}").sample([other for other in rows if other is not row], 10)
         chunks = [f"Dialogue:\n{shot['dialogue']}\nSummary: {shot['summary']}\n\n" for shot in shots]
-        examples.append(Example(str(i), chunks, f"{row['dialogue']}\nSummary:", [row["summary"]]))
-    instruction = "Summarize the last dialogue in one or two sentences, as in the examples."
-    return Dataset("samsum", examples, "rouge-l", 48, instruction, "Dialogue:\n")
+        examples.append(Example(str(i), chunks, row["dialogue"], [row["summary"]]))
+    instruction = "Summarize the dialogue into a few short sentences. The following are some examples."
+    return Dataset("samsum", examples, "rouge-l-line", 64, instruction, "Dialogue:\n", "\nSummary:")
 
 
 def _multi_news(data: Path) -> Dataset:

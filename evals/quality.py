@@ -140,7 +140,7 @@ class _Bench:
         self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.path).free // 2)
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._layout = PromptLayout(folder, dataset.instruction, dataset.asking)
+        self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
         self._kv = {
             kind: ChunkKV(self._layout.anchor, "0" * 32, engine.kv_heads, captures, kind)
             for kind, captures in (("anchor", 1), ("random", settings.captures), ("near", settings.captures))
@@ -188,7 +188,7 @@ class _Bench:
             prompt.token_ids, None, max_tokens=max(GREEDY_TOKENS, self._dataset.max_tokens), salt=salt, ignore_eos=True
         )
         greedy = full_tokens[:GREEDY_TOKENS]
-        gold = self._encode(example.answers[0])[:GOLD_TOKENS]
+        gold = self._encode(f"{' ' if self._dataset.cue else ''}{example.answers[0]}")[:GOLD_TOKENS]
         full_task = FuseTask((), Policy("full"))
         (of_greedy, of_gold), _ = await self._engine.score(prompt.token_ids, full_task, (greedy, gold), salt)
         await self._capture(_by_hash(chunks), {arm.kv for arm in arms})
@@ -312,6 +312,8 @@ class _Bench:
         match self._dataset.score:
             case "rouge-l":
                 return scores.rouge_l(answer, example.answers)
+            case "rouge-l-line":
+                return scores.rouge_l(scores.first_line(answer), example.answers)
             case "token-f1":
                 return scores.token_f1(answer, example.answers, self._encode)
             case _:

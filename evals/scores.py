@@ -22,14 +22,18 @@ def word_f1(answer: str, golds: Sequence[str]) -> float:
 
 def token_f1(answer: str, golds: Sequence[str], encode: Callable[[str], list[int]]) -> float:
     """CacheBlend's: F1 over the tokenizer's tokens of the answer's first line."""
-    line = answer.lstrip("\n").split("\n")[0]
-    tokens = encode(_normalise(line))
+    tokens = encode(_normalise(first_line(answer)))
     return max(_f1(tokens, encode(_normalise(gold))) for gold in golds)
 
 
 def rouge_l(answer: str, golds: Sequence[str]) -> float:
     """F1 of the longest common subsequence of words (Lin, 2004), the best over the gold answers."""
     return max(_rouge_l(_words(answer), _words(gold)) for gold in golds)
+
+
+def first_line(answer: str) -> str:
+    """What CacheBlend scores of an answer."""
+    return answer.lstrip("\n").split("\n")[0]
 
 
 def interval(values: npt.ArrayLike, num_samples: int = 2000) -> tuple[float, float]:

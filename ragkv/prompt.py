@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from ragkv.errors import ModelError
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
+_CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
@@ -32,13 +33,16 @@ class Prompt:
 class PromptLayout:
     """The parts of a model's prompts that don't change, tokenised once.
 
-    Uses the model's chat template where it has one. instruction stands before the chunks, asking between them and the
-    question. takes_turns: whether the template puts one turn behind the other and leaves the anchor as it is. Raises
-    ModelError if the folder has no usable tokenizer.
+    Uses the model's chat template where it has one and no cue is given. instruction stands before the chunks, asking
+    between them and the question, cue between the question and its answer. takes_turns: whether the template puts one
+    turn behind the other and leaves the anchor as it is. Raises ModelError if the folder has no usable tokenizer.
     """
 
-    def __init__(self, model: Path, instruction: str | None = None, asking: str | None = None) -> None:
+    def __init__(
+        self, model: Path, instruction: str | None = None, asking: str | None = None, cue: str | None = None
+    ) -> None:
         self._instruction = _INSTRUCTION if instruction is None else instruction
+        self._cue = cue
         self._user_text = f"{_CHUNKS}{_ASKING if asking is None else asking}{_QUESTION}"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -103,9 +107,9 @@ class PromptLayout:
 
     def _render(self, messages: Sequence[str]) -> str:
         """A conversation as text, up to the answer: user's messages and the model's by turns."""
-        if self._tokenizer.chat_template:
+        if self._tokenizer.chat_template and self._cue is None:
             return self._apply_template(messages)
-        closings = ("\nAnswer:", "\n\n")  # of a question, of an answer
+        closings = (self._cue or _CUE, "\n\n")  # of a question, of an answer
         turns = "".join(message + closings[i % 2] for i, message in enumerate(messages))
         return f"{self._tokenizer.bos_token or ''}{self._instruction}\n\n{turns}"
 

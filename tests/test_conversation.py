@@ -29,7 +29,7 @@ ONE_TURN = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endi
 numbers = itertools.count()
 
 
-def layout_of(folder, template):
+def layout_of(folder, template, cue=None):
     """A tokenizer with a token for each byte."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(token_models.BPE(vocabulary, []))
@@ -39,7 +39,7 @@ def layout_of(folder, template):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=special)
     fast.chat_template = template
     fast.save_pretrained(folder)
-    return PromptLayout(folder, "Heed this.", "Asked: ")
+    return PromptLayout(folder, "Heed this.", "Asked: ", cue)
 
 
 @pytest.fixture
@@ -67,6 +67,12 @@ def test_turns_follow_each_other_as_the_template_has_them(layout):
     )
     assert [text_of(layout, fitted.prompt.token_ids[a:b]) for a, b in fitted.prompt.chunk_ranges] == ["ONE.", "TWO."]
     assert fitted.found == found[1] and fitted.hits == [*found[0], *found[1]]
+
+
+def test_with_a_cue_the_prompt_is_plain_text_that_ends_in_it(tmp_path):
+    layout = layout_of(tmp_path, CHATML, "\nSummary:")
+    prompt = layout.assemble([layout._plain("ONE.\n")], layout.question_tokens("A: Hi"))
+    assert text_of(layout, prompt.token_ids) == "Heed this.\n\nONE.\nAsked: A: Hi\nSummary:"
 
 
 def test_one_turn_is_what_it_always_was(layout):

@@ -88,8 +88,11 @@ def test_published_formats(small):
         article, _, _ = example.id.partition(".")
         assert sum(chunk.startswith(f"Context {article}.") for chunk in example.chunks) == 5
         assert len(example.chunks) == 6
-    samsum = datasets.load("samsum", small).examples
+    few_shot = datasets.load("samsum", small)
+    samsum = few_shot.examples
     assert all(len(set(e.chunks)) == 10 and e.answers[0] not in "".join(e.chunks).split() for e in samsum)
+    shot = f"{few_shot.asking}{samsum[3].question}{few_shot.cue} {samsum[3].answers[0]}\n\n"
+    assert any(shot in e.chunks for e in samsum)  # what is asked looks as the examples do
     (news,) = datasets.load("multi_news", small).examples
     assert news.chunks == ["One.\n\n", "Two.\n\n"] and news.answers == ["A summary."]
 

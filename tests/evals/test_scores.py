@@ -35,6 +35,11 @@ def test_rouge_l(answer, gold, expected):
     assert scores.rouge_l(answer, [gold]) == pytest.approx(expected)
 
 
+def test_the_first_line_is_the_first_with_text():
+    assert scores.first_line("\n\n Ann came. \n\nDialogue:") == " Ann came. "
+    assert scores.first_line("") == ""
+
+
 def test_cacheblends_f1_looks_at_the_first_line_only():
     encode = lambda text: [ord(char) for char in text]  # noqa: E731
     assert scores.token_f1("\n\nabc\nxyz", ["abc"], encode) == 1.0
