@@ -268,9 +268,9 @@ class Catalog:
 
     def _check(self) -> int:
         """Return the file's version, 0 for a new one. Raises StoreError for files that aren't ours to change."""
-        (application,), (version,), (num_tables,) = (
-            self._rows(query)[0]
-            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        ((application, version, num_tables),) = self._rows(  # one statement, or another process may write between two
+            "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
+            "FROM pragma_application_id, pragma_user_version"
         )
         if application != APPLICATION_ID and (num_tables or version):
             raise StoreError(f"'{self.path}' is another program's database; choose another place for the catalogue")

@@ -65,7 +65,11 @@ def _is_local(host: str) -> bool:
 
 class Gate:
     """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
-    max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming."""
+    max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming.
+
+    Connections stay open behind a refusal: what still comes of its body is thrown away (by uvicorn, until `listen` closes
+    silent ones). Closed with bytes unread, TCP would reset them, and clients that are still sending see no answer.
+    """
 
     def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
         self._app, self._holders = app, dict(holders)
@@ -87,7 +91,7 @@ class Gate:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
-            response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413, {"Connection": "close"})
+            response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413)
         else:
             with self._measured(in_time(receive, self._max_pause_s), max_bytes, tenant) as measured:
                 await self._app(scope, measured, send)
@@ -109,7 +113,7 @@ class Gate:
                 raise HTTPException(413, _too_large(max_bytes))
             if MAX_HELD_BYTES < held[tenant] != num_bytes:  # alone, a body may be as large as uploads may
                 text = f"your requests at a time have more than {MAX_HELD_BYTES} bytes; send fewer"
-                raise HTTPException(429, text, {"Retry-After": "1", "Connection": "close"})
+                raise HTTPException(429, text, {"Retry-After": "1"})
             return message
 
         try:

@@ -180,6 +180,19 @@ def test_processes_write_at_once(tmp_path: Path) -> None:
         assert len(catalog.documents()) == 30 and len(catalog.chunk_ids()) == 60 and catalog.data_version == 30
 
 
+def test_many_make_the_same_file_at_once(tmp_path: Path) -> None:
+    for i in range(100):
+        start = threading.Barrier(6)
+
+        def open_it(path: Path = tmp_path / f"{i}.db", start: threading.Barrier = start) -> str:
+            start.wait(60)
+            with Catalog(path) as catalog:
+                return catalog.identity
+
+        with ThreadPoolExecutor(6) as pool:
+            assert len({opened.result() for opened in [pool.submit(open_it) for _ in range(6)]}) == 1
+
+
 def test_killed_process_leaves_what_was_committed(tmp_path: Path, put: Put) -> None:
     with Catalog(tmp_path / "c.db") as catalog:
         put(catalog, "a", "one")

@@ -8,6 +8,8 @@ import sys
 import time
 import tomllib
 from contextlib import asynccontextmanager
+from http.client import HTTPResponse
+from select import select
 
 import pytest
 from server_harness import CONFIG, ScriptedPipeline, running
@@ -90,6 +92,22 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes(pipeline, client, pa
     assert response.status_code == 413 and str(MAX_BODY_BYTES) in response.json()["error"]["message"]
     assert not pipeline.asked
     assert client.post("/v1/answer", json=QUESTION).status_code == 200
+
+
+def test_who_is_refused_at_once_may_send_to_the_end_and_then_reads_why(client) -> None:
+    body = b"x" * (MAX_BODY_BYTES + 1)
+    head = f"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+        connection.sendall(head.encode())
+        assert select([connection], [], [], 60)[0]  # the refusal is there, and not yet read
+        connection.sendall(body)
+        response = HTTPResponse(connection)
+        response.begin()
+        assert response.status == 413 and str(MAX_BODY_BYTES).encode() in response.read()
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # nothing of the body is in the way
+        response = HTTPResponse(connection)
+        response.begin()
+        assert response.status == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
