@@ -67,8 +67,8 @@ class Gate:
     """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
     max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming.
 
-    Connections stay open behind a refusal: what still comes of its body is thrown away (by uvicorn, until `listen` closes
-    silent ones). Closed with bytes unread, TCP would reset them, and clients that are still sending see no answer.
+    Connections stay open behind a refusal: what still comes of its body is thrown away (by uvicorn, until `listen`
+    closes silent ones). Closed with bytes unread, TCP would reset them, and who is still sending would see no answer.
     """
 
     def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
