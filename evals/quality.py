@@ -45,7 +45,7 @@ KV_KINDS = {
 DEFAULT_KV = "near"  # as the product does
 MAX_CHUNKS, POOL_SIZE = 10, 24
 CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
-KEPT_BYTES = 24 << 30  # KV is kept between examples, which share chunks, up to this size or half of the free disk
+KEPT_BYTES = 24 << 30  # KV that coming examples need is kept up to this size, or half of the free disk
 GREEDY_TOKENS, GOLD_TOKENS = 16, 48
 
 
@@ -116,6 +116,7 @@ async def run(
                     raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
                 bench = _Bench(engine, config, dataset, settings, SegmentStore(Path(store)))
                 await bench.prepare(arms, out.with_suffix(".npy"))
+                needs = [bench.chunk_hashes(example) for example in todo]
                 with out.open("a") as file:
                     for i, example in enumerate(todo):
                         missing = [arm for arm in arms if (example.id, arm.label) not in done]
@@ -124,6 +125,7 @@ async def run(
                             done[example.id, row["arm"]] = row
                             file.write(json.dumps({**identity, **row}) + "\n")
                         file.flush()
+                        await asyncio.to_thread(bench.forget, needs[i + 1 :])
                         progress(len(examples) - len(todo) + i + 1, len(examples))
             finally:
                 await engine.close()
@@ -246,8 +248,23 @@ class _Bench:
                     **shown,
                 }
             )
-        await asyncio.to_thread(self._forget)
         return rows
+
+    def chunk_hashes(self, example: Example) -> set[str]:
+        return set(map(chunk_hash, self._chunks(example)))
+
+    def forget(self, coming: Iterable[set[str]]) -> None:
+        """Delete the KV that no coming example needs; if the rest is too large, all of it but the pool's and the
+        anchor's. coming: the hashes of their chunks."""
+        anchor_hash = self._kv["anchor"].anchor_hash
+        always = {*self._pool, anchor_hash}
+        own = always.union(*coming)
+        seen = {other for digest in own for other in self._nearest.get(digest, ())}  # by averages, once captured
+        keys = self._store.keys()
+        needed = {k for k in keys if k.chunk_hash in own or (k.chunk_hash in seen and k.anchor_hash == anchor_hash)}
+        self._store.delete_keys(set(keys) - needed)
+        if self._store.stats().size_bytes >= self._kept_bytes:
+            self._store.delete(set(self._store.chunk_hashes()) - always)
 
     def _chunks(self, example: Example) -> list[list[int]]:
         """Token ids; long chunks are cut in pieces, as the indexer would."""
@@ -287,13 +304,6 @@ class _Bench:
         ranges = zip(digests, prompt.chunk_ranges, strict=True)
         spans = [Span(start, end, digest, ROOT_HASH) for digest, (start, end) in ranges]
         return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)
-
-    def _forget(self) -> None:
-        """Delete all KV but that of the pool and the anchor, once it has grown too large."""
-        if self._store.stats().size_bytes < self._kept_bytes:
-            return
-        kept = {*self._pool, self._kv["anchor"].anchor_hash}
-        self._store.delete(set(self._store.chunk_hashes()) - kept)
 
     async def _generate(
         self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any
