@@ -109,7 +109,7 @@ class PromptLayout:
         """A conversation as text, up to the answer: user's messages and the model's by turns."""
         if self._tokenizer.chat_template and self._cue is None:
             return self._apply_template(messages)
-        closings = (self._cue or _CUE, "\n\n")  # of a question, of an answer
+        closings = (_CUE if self._cue is None else self._cue, "\n\n")  # of a question, of an answer
         turns = "".join(message + closings[i % 2] for i, message in enumerate(messages))
         return f"{self._tokenizer.bos_token or ''}{self._instruction}\n\n{turns}"
 
