@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ragkv.errors import StoreError
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.sqlite import USE_WAL, when_free
 
 APPLICATION_ID = 0x7261676B  # "ragk"
 BUSY_TIMEOUT_S = 60
@@ -250,7 +251,7 @@ class Catalog:
         """Check whose file this is before anything is written to it, then bring it to this version."""
         self._check()
         with self._translated():
-            self._db.execute("PRAGMA journal_mode = WAL")
+            when_free(lambda: self._db.execute(USE_WAL), BUSY_TIMEOUT_S)
             # NORMAL could lose the last commits with the power, and so give a chunk id out twice: indexes rely on it.
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import xxhash
 
+from ragkv.sqlite import USE_WAL, when_free
 from ragkv.store.eviction import HINTS, Hint
 from ragkv.store.record import KEY_BYTES
 from ragkv.store.segments import Extent, padded
@@ -122,7 +123,8 @@ class Index:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         self._connections.append(connection)
-        for pragma in ("journal_mode = wal", "synchronous = full", "cell_size_check = on"):
+        when_free(lambda: _query(connection, USE_WAL), _WAIT_S)
+        for pragma in ("synchronous = full", "cell_size_check = on"):
             _query(connection, f"pragma {pragma}")
         return connection
 

@@ -193,6 +193,15 @@ def test_many_make_the_same_file_at_once(tmp_path: Path) -> None:
             assert len({opened.result() for opened in [pool.submit(open_it) for _ in range(6)]}) == 1
 
 
+def test_waits_for_whoever_makes_the_same_file(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "c.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")  # SQLite doesn't wait for it by itself to change the file's mode
+    release = threading.Timer(0.3, other.close)
+    release.start()
+    Catalog(tmp_path / "c.db").close()
+    release.join()
+
+
 def test_killed_process_leaves_what_was_committed(tmp_path: Path, put: Put) -> None:
     with Catalog(tmp_path / "c.db") as catalog:
         put(catalog, "a", "one")

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -432,6 +433,15 @@ def test_two_processes_write_in_turn(tmp_path):
     with store.snapshot() as snapshot:
         assert torch.equal(snapshot.get(make_key(chunk=140), 1).k, make_layers(seed=140, num_tokens=100)[1].k)
     store.close()
+
+
+def test_waits_for_whoever_makes_the_same_store(tmp_path):
+    other = sqlite3.connect(tmp_path / "index.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")  # SQLite doesn't wait for it by itself to change the file's mode
+    release = threading.Timer(0.3, other.close)
+    release.start()
+    SegmentStore(tmp_path).close()
+    release.join()
 
 
 def test_a_killed_writer_leaves_a_store_that_verifies(tmp_path):
