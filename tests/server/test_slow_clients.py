@@ -63,6 +63,7 @@ def told(connection, piece):
         (b"GET /healthz HTTP/1.1\r\n" + HOST, b"A: b\r\n", None),
         (b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\nGET /", b"a", 200),  # a next request, begun and never ended
         (b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 9000\r\n\r\n", b" ", 404),
+        (ASK + b"Content-Length: 9000000000\r\n\r\n", b" " * 1000, 413),  # goes on though it was refused
         (ASK + b"Content-Length: 9000\r\n\r\n", b"", 408),
         (ASK + b"Content-Length: 9000\r\n\r\n", b" ", 408),
         (ASK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 408),
