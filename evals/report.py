@@ -14,6 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ragkv.errors import ConfigError
 from ragkv.evals import scores
@@ -22,8 +24,9 @@ from ragkv.evals.rows import Row, summary
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one dataset: `arms` maps an arm's label to its rows by example."""
+    """The rows of one file: `arms` maps an arm's label to its rows by example."""
 
+    name: str
     dataset: str
     rows: list[Row]
 
@@ -40,13 +43,17 @@ class Results:
 def write(files: Sequence[Path], out: Path, against: str) -> Path:
     """Write `index.html` and PNGs into the folder `out`; drift is also given as a ratio to that of the arm `against`.
 
-    Returns the page's path. Raises ConfigError for a file that holds no results.
+    Pictures are named after their files. Returns the page's path. Raises ConfigError for a file that holds no results,
+    and for two files of one name.
     """
     results = [_read(file) for file in files]
+    for i, result in enumerate(results):
+        if result.name in (other.name for other in results[:i]):
+            raise ConfigError(f"two files are called {files[i].name}, and pictures are named after them: rename one")
     out.mkdir(parents=True, exist_ok=True)
     parts = []
     for result in results:
-        drift, score = out / f"{result.dataset}-drift.png", out / f"{result.dataset}-score.png"
+        drift, score = out / f"{result.name}-drift.png", out / f"{result.name}-score.png"
         _draw_drift(result, drift)
         has_times = _draw_scores(result, score)
         parts.append(_section(result, against, [drift, *([score] if has_times else [])]))
@@ -60,7 +67,7 @@ def _read(file: Path) -> Results:
     try:
         lines = file.read_text().splitlines()
         rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
-        return Results(rows[0]["dataset"], rows)
+        return Results(file.stem, rows[0]["dataset"], rows)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {error!r}") from error
 
@@ -71,37 +78,50 @@ def _draw_drift(result: Results, file: Path) -> None:
     for row in map(summary, (list(rows.values()) for rows in result.arms.values())):
         if row["policy"] != "full":
             lines.setdefault(f"{row['policy']}@{row['kv']}", []).append((row["budget"], row["kl"], row["kl_interval"]))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, points in lines.items():
+    figure, axes = _axes()
+    for i, (name, points) in enumerate(lines.items()):
         budgets, means, intervals = zip(*sorted(points), strict=True)
         below, above = zip(*((m - low, high - m) for m, (low, high) in zip(means, intervals, strict=True)), strict=True)
-        axes.errorbar([100 * b for b in budgets], means, (below, above), marker="o", capsize=3, label=name)
-    axes.set(xlabel="budget, % of the cached tokens", ylabel="KL to full prefill", title=result.dataset, ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+        places = [100 * b + 0.06 * (i - len(lines) / 2) for b in budgets]  # side by side, so that all can be seen
+        axes.errorbar(places, means, (below, above), marker="o", ms=4, capsize=2, elinewidth=0.8, label=name)
+    axes.set(xlabel="budget, % of the cached tokens", ylabel="KL to full prefill", title=result.name, ylim=(0, None))
+    _save(figure, file)
 
 
 def _draw_scores(result: Results, file: Path) -> bool:
-    """Score against TTFT, a point for each arm; False if no times were taken."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    """Score against TTFT, a point for each arm, with 95% intervals of the difference from full prefill; False if no
+    times were taken."""
+    figure, axes = _axes()
     drawn = {}
     for label, rows in result.arms.items():
         row = summary(list(rows.values()))
         if row["ttft_ms"]:
-            axes.plot(row["ttft_ms"], row["score"], "o", label=label)
+            difference = row["score"] - row["score_full"]
+            below, above = difference - row["score_interval"][0], row["score_interval"][1] - difference
+            axes.errorbar(row["ttft_ms"], row["score"], ([below], [above]), marker="o", ls="", capsize=3, label=label)
             drawn = row
     if drawn:
         axes.plot(drawn["baseline_ttft_ms"], drawn["score_full"], "k*", markersize=12, label="full prefill by vLLM")
-        axes.set(
-            xlabel="TTFT, ms (median)", ylabel=f"score: {drawn['score_name']}", title=result.dataset, xlim=(0, None)
-        )
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        figure.savefig(file, dpi=130)
+        axes.axhline(drawn["score_full"], color="k", lw=0.8, ls=":")
+        axes.set(xlabel="TTFT, ms (median)", ylabel=f"score: {drawn['score_name']}", title=result.name)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        _save(figure, file)
     plt.close(figure)
     return bool(drawn)
+
+
+def _axes() -> tuple[Figure, Axes]:
+    figure, axes = plt.subplots(figsize=(8.6, 4.2), layout="constrained")
+    axes.set_prop_cycle(color=[plt.get_cmap("tab20")(i) for i in (*range(0, 20, 2), *range(1, 20, 2))])  # 20 arms
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """With the legend beside the picture, where it hides nothing."""
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
 
 
 def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
@@ -140,10 +160,11 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
         table.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     images = "".join(f'<img src="{picture.name}" alt="{picture.stem}">' for picture in pictures)
     about = (
-        f"{first['model']}, {first['dtype']}, {first['captures']} captures, KV stored {first['codec']}; score: "
-        f"{first['score_name']}, at most {first['score_ceiling']:g}; 95% bootstrap intervals in brackets"
+        f"{result.dataset}: {first['model']}, {first['dtype']}, {first['captures']} captures, KV stored "
+        f"{first['codec']}; score: {first['score_name']}, at most {first['score_ceiling']:g}; 95% bootstrap "
+        "intervals in brackets"
     )
-    return f"<h2>{result.dataset}</h2><p>{html.escape(about)}</p><table>{''.join(table)}</table>{images}"
+    return f"<h2>{html.escape(result.name)}</h2><p>{html.escape(about)}</p><table>{''.join(table)}</table>{images}"
 
 
 def _example(results: Sequence[Results]) -> list[str]:
@@ -151,7 +172,7 @@ def _example(results: Sequence[Results]) -> list[str]:
     for result in results:
         shown = [row for row in result.rows if row.get("pieces") and row["recomputed_runs"]]
         if shown:
-            parts = [f"<h2>What was recomputed: {result.dataset}, example {html.escape(shown[0]['example'])}</h2>"]
+            parts = [f"<h2>What was recomputed: {result.name}, example {html.escape(shown[0]['example'])}</h2>"]
             for row in shown:
                 share = f"{100 * row['recomputed_share']:.1f}% of the cached tokens"
                 parts.append(f"<h3>{html.escape(row['arm'])}: {share}</h3><p class=prompt>{_coloured(row)}</p>")

@@ -58,7 +58,7 @@ def results(tmp_path):
 def test_the_page_shows_numbers_pictures_and_a_prompt(results, tmp_path):
     page = report.write([results], tmp_path / "out", "cacheblend:0.15@alone")
     text = page.read_text()
-    for picture in ("musique-drift.png", "musique-score.png"):
+    for picture in ("rows-drift.png", "rows-score.png"):
         assert picture in text
         assert (page.parent / picture).read_bytes().startswith(b"\x89PNG")
     assert "<td>query:0.05@near</td><td>20</td>" in text
@@ -69,7 +69,7 @@ def test_the_page_shows_numbers_pictures_and_a_prompt(results, tmp_path):
 def test_without_times_there_is_no_picture_of_them(results, tmp_path):
     results.write_text("\n".join(line for line in results.read_text().splitlines() if '"ttft_ms": null' in line))
     text = report.write([results], tmp_path / "out", "cacheblend:0.15@alone").read_text()
-    assert "musique-drift.png" in text and "musique-score.png" not in text
+    assert "rows-drift.png" in text and "rows-score.png" not in text
 
 
 @pytest.mark.parametrize("content", ["", "not json}\n", '{"a": 1}\n'])
@@ -78,3 +78,20 @@ def test_other_files_are_named(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"other\.jsonl holds no results"):
         report.write([file], tmp_path / "out", "x")
+
+
+def test_files_of_one_dataset_keep_their_pictures(results, tmp_path):
+    other = tmp_path / "budgets.jsonl"
+    other.write_text(results.read_text())
+    page = report.write([results, other], tmp_path / "out", "cacheblend:0.15@alone")
+    for picture in ("rows-drift.png", "budgets-drift.png"):
+        assert picture in page.read_text()
+        assert (page.parent / picture).exists()
+
+
+def test_two_files_of_one_name_are_refused(results, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    other = tmp_path / "elsewhere" / results.name
+    other.write_text(results.read_text())
+    with pytest.raises(ConfigError, match=r"two files are called rows\.jsonl"):
+        report.write([results, other], tmp_path / "out", "x")
