@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ragkv.reference import reference
+from ragkv.cli.settings import reference
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- begin: ragkv config --reference -->\n", "\n<!-- end -->"

@@ -102,7 +102,7 @@ def run(
 def _replay(accesses: Sequence[Access], capacity: int, policy: str) -> tuple[int, float]:
     eviction, hits, saved = Eviction(policy), 0, 0.0
     for access in accesses:
-        if eviction.use(access.key):
+        if eviction.touch(access.key):
             hits, saved = hits + 1, saved + access.cost_ms
         elif access.tokens <= capacity:
             eviction.add(access.key, access.tokens, access.cost_ms)

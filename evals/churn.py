@@ -111,7 +111,12 @@ def run(
 
 
 def _round(
-    home: Path, config: Config, seconds: float | None, rng: random.Random, seen: Seen, progress: Callable[[str], None]
+    home: Path,
+    config: Config,
+    seconds: float | None,
+    rng: random.Random,
+    seen: Seen,
+    progress: Callable[[str], None],
 ) -> None:
     """Let a process work for `seconds`, or kill it at a random moment."""
     command = [sys.executable, "-m", "ragkv", "eval", "churn", "--at", str(home)]

@@ -65,7 +65,7 @@ def load(name: str, data: Path | None) -> Dataset:
 
 
 def _musique(data: Path) -> Dataset:
-    """20 paragraphs in 5 chunks of about 500 tokens, so that what a question needs is spread over chunks."""
+    """20 paragraphs in 5 chunks of about 500 tokens, so that what a question needs is v_std over chunks."""
     examples = []
     for row in _lines(data / "musique" / "musique_200.jsonl"):
         paragraphs = [f"{p['title']}\n{p['paragraph_text']}\n\n" for p in row["paragraphs"]]

@@ -67,7 +67,7 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
         file, target, source = store.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
         parts = target.view(num_chunks, _LAYERS, 2, *shape)
         copies = [[(part[0], part[1]) for part in chunk] for chunk in parts]
-        pooled.use(keys)
+        pooled.touch(keys)
         _read(pooled, keys)
         seen: dict[str, list[float]] = {}
         for _ in range(repeats):
@@ -110,10 +110,10 @@ _Copies = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]  # K and V, by c
 def _read(store: SegmentStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -> None:
     """All layers of all chunks; copied, as whoever computes with them would, if it is said where to."""
     requests = [*_requests(keys)]
-    store.bring_near(requests[0])
+    store.prefetch(requests[0])
     for number, request in enumerate(requests):
         for following in requests[number + 1 : number + 2]:
-            store.bring_near(following)
+            store.prefetch(following)
         with store.snapshot() as snapshot:
             for layer in range(_LAYERS):
                 for key in request:

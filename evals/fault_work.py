@@ -42,7 +42,7 @@ def codec_of(version: int) -> Codec:
 
 
 def layers(chunk: int, version: int) -> list[LayerKV]:
-    """What is put. Every other chunk is an average, with a spread."""
+    """What is put. Every other chunk is an average, with a v_std."""
     generator = torch.Generator().manual_seed(version * 1000 + chunk)
     num_tokens = 1 + version * 37 % 160
     shape = (_HEADS, num_tokens, _HEAD_SIZE)  # [Hkv, T, D]
@@ -63,14 +63,14 @@ def stored(chunk: int, version: int) -> list[LayerKV]:
     for kv in layers(chunk, version):
         payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
         stored = codec.split(payload, (heads, tokens, size), kv.k.dtype)
-        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.spread, stored.k_scale, stored.v_scale))
+        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.v_std, stored.k_scale, stored.v_scale))
     return found
 
 
 def equal(found: LayerKV, expected: LayerKV) -> bool:
-    if (found.spread is None) != (expected.spread is None):
+    if (found.v_std is None) != (expected.v_std is None):
         return False
-    spreads = () if found.spread is None or expected.spread is None else ((found.spread, expected.spread),)
+    spreads = () if found.v_std is None or expected.v_std is None else ((found.v_std, expected.v_std),)
     pairs = (*zip(found.decoded(), expected.decoded(), strict=True), *spreads)
     return found.base_position == expected.base_position and all(torch.equal(a, b) for a, b in pairs)
 

@@ -27,5 +27,5 @@ done
 
 if [ -n "${MODEL:-}" ]; then
   "$python" -m ragkv eval ttft --model "$MODEL" --random-weights --tokens 1024,4096,8192 --repeats 3 \
-    --policies query-spread+shift:0.05,query:0.05,none
+    --policies guided:0.05,query:0.05,none
 fi

@@ -276,7 +276,7 @@ async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterat
             **({} if config.model.compile else {"TORCH_COMPILE_DISABLE": "1"}),
         }
         environment = {**same, **os.environ, **as_environment(config, home)}
-        environment |= {"RAGKV_INDEX__CAPTURES": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
+        environment |= {"RAGKV_INDEX__NUM_CONTEXTS": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
         servers = {}
         for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):
             report(f"starting {kind}")

@@ -21,16 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ragkv import canary, models
+from ragkv import models
+from ragkv.background import canary
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Span
+from ragkv.engine.task import ROOT_HASH, FuseTask, PrecomputeTask, Span
 from ragkv.errors import ConfigError, ModelError
 from ragkv.evals import rows as result_rows
 from ragkv.evals import scores
 from ragkv.evals.datasets import Dataset, Example
-from ragkv.policies import Policy
+from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
@@ -154,11 +155,11 @@ class _Bench:
     async def prepare(self, arms: Sequence[Arm], vectors: Path) -> None:
         """Warm up, and get ready what averages see. vectors: a file that keeps those of the corpus between runs."""
         kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
-        await self._kv["anchor"].capture_anchor(self._engine, self._store)
+        await self._kv["anchor"].precompute_anchor(self._engine, self._store)
         if "random" in kinds:
             examples = random.Random(0).sample(self._dataset.examples, min(POOL_SIZE, len(self._dataset.examples)))
             self._pool = _by_hash(self._chunks(example)[0] for example in examples)
-            await self._kv["anchor"].capture(self._engine, self._store, self._pool, {})
+            await self._kv["anchor"].precompute(self._engine, self._store, self._pool, {})
         if "near" in kinds:
             corpus = self._dataset.examples[: max(CORPUS_EXAMPLES, self._settings.examples)]
             self._corpus = _by_hash(chunk for example in corpus for chunk in self._chunks(example))
@@ -191,7 +192,7 @@ class _Bench:
         )
         greedy = full_tokens[:GREEDY_TOKENS]
         gold = self._encode(f"{' ' if self._dataset.cue else ''}{example.answers[0]}")[:GOLD_TOKENS]
-        full_task = FuseTask((), Policy("full"))
+        full_task = FuseTask((), FULL)
         (of_greedy, of_gold), _ = await self._engine.score(prompt.token_ids, full_task, (greedy, gold), salt)
         await self._capture(_by_hash(chunks), {arm.kv for arm in arms})
         tasks = [self._task(prompt, chunks, arm) for arm in arms]
@@ -227,7 +228,7 @@ class _Bench:
                 {
                     "example": example.id,
                     "arm": arm.label,
-                    "policy": arm.policy.title,
+                    "policy": arm.policy.name,
                     "budget": {"none": 0.0, "full": 1.0}.get(arm.policy.name, arm.policy.budget),
                     "kv": arm.kv,
                     "kl": float(kl.mean()),
@@ -283,19 +284,19 @@ class _Bench:
         if "alone" in kinds:
             spans = [Span(0, len(chunk), digest, ROOT_HASH) for digest, chunk in chunks.items()]
             missing = [span for span in spans if not store.contains(once.key(span))]
-            await asyncio.gather(*(engine.capture(chunks[s.chunk_hash], CaptureTask(s)) for s in missing))
+            await asyncio.gather(*(engine.precompute(chunks[s.chunk_hash], PrecomputeTask(s)) for s in missing))
         if "anchor" in kinds:
-            await once.capture(engine, store, chunks, {})
+            await once.precompute(engine, store, chunks, {})
         if "random" in kinds:
             pool = {h: once.span(h, len(chunk)) for h, chunk in self._pool.items()}
             others = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
             others = {h: [other for other in found if other.chunk_hash != h] for h, found in others.items()}
-            await self._kv["random"].capture(engine, store, chunks, others)
+            await self._kv["random"].precompute(engine, store, chunks, others)
         if "near" in kinds:
             seen = {other: self._corpus[other] for digest in chunks for other in self._nearest[digest]}
-            await once.capture(engine, store, seen, {})
+            await once.precompute(engine, store, seen, {})
             others = {h: [once.span(o, len(self._corpus[o])) for o in self._nearest[h]] for h in chunks}
-            await self._kv["near"].capture(engine, store, chunks, others)
+            await self._kv["near"].precompute(engine, store, chunks, others)
 
     def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
         digests = list(map(chunk_hash, chunks))

@@ -21,15 +21,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from ragkv.bench import Bench, stand, without
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
-from ragkv.controller import Profile
-from ragkv.engine.job import FuseTask
+from ragkv.controller.cost_model import Profile
+from ragkv.controller.profile import load_of, measure
+from ragkv.controller.requests import Bench, rig, without
+from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
 from ragkv.planning import planned
 from ragkv.policies import Policy
-from ragkv.profiling import load_of, measure
 from ragkv.prompt import Prompt
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
@@ -57,7 +57,7 @@ async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], Non
     """`emit` a row for each combination as soon as it is known."""
     policy = Policy.of(config.answer.policy, config.answer.budget)
     for bandwidth in sweep.bandwidths:
-        async with stand(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
+        async with rig(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
             for chunk_tokens in sweep.chunk_tokens:
                 bench = on.bench(chunk_tokens)
                 profile = await measure(bench, on.kv, policy, on.store, on.engine.max_model_len)

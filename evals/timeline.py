@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from ragkv.bench import Timed, stand
 from ragkv.config import Config
+from ragkv.controller.requests import Timed, rig
 from ragkv.policies import Policy
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
@@ -113,7 +113,7 @@ async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> lis
     Without a memory tier (`store.memory_gib`), which would leave nothing to read. Raises ConfigError for a length that
     the model's context can't hold.
     """
-    async with stand(config, config.index.captures, config.store.options()) as on:
+    async with rig(config, config.index.num_contexts, config.store.options()) as on:
         bench = on.bench(config.index.chunk_tokens)
         prompt, digests = await bench.prepare(num_tokens)
         task = replace(on.kv.task(prompt, digests, policy, on.store), trace=True)

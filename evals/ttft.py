@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from ragkv.bench import Bench, Timed, stand
 from ragkv.config import Config
-from ragkv.engine.job import FuseTask
+from ragkv.controller.requests import Bench, Timed, rig
+from ragkv.engine.task import FuseTask
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 
@@ -34,7 +34,7 @@ async def run(
     can't hold.
     """
     weights = {"load_format": "dummy"} if random_weights else {}
-    async with stand(config, config.index.captures, config.store.worker_options(), **weights) as on:
+    async with rig(config, config.index.num_contexts, config.store.worker_options(), **weights) as on:
         bench = on.bench(config.index.chunk_tokens)
 
         def drop(task: FuseTask) -> None:
@@ -83,7 +83,7 @@ def _row(prompt: Prompt, policy: Policy, samples: Sequence[Timed], baseline_ms: 
     }
     return {
         "tokens": len(prompt.token_ids),
-        "policy": policy.title,
+        "policy": policy.name,
         "budget": {"none": 0.0, "full": 1.0}.get(policy.name, policy.budget),
         "ttft_ms": round(ttft_ms, 1),
         "baseline_ttft_ms": round(baseline_ms, 1),

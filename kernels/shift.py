@@ -8,19 +8,19 @@ DAMPING = 8  # tokens: a mean over few tokens is noise
 MAX_RATIO = 2.0  # no token moves more than so many times as far as the recomputed ones did
 
 
-def shift_weights(spread: torch.Tensor | None, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """w(t) = c / (c + DAMPING) · min(MAX_RATIO, spread(t) / mean_S spread), `[T]` float32 on offsets' device.
+def shift_weights(v_std: torch.Tensor | None, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """w(t) = c / (c + DAMPING) · min(MAX_RATIO, v_std(t) / mean_S v_std), `[T]` float32 on offsets' device.
 
-    spread: `[T]`, how much each token's KV varies with its context, None where that isn't known: then the last factor
+    v_std: `[T]`, how much each token's KV varies with its context, None where that isn't known: then the last factor
     is 1. offsets: `[c]`, the recomputed tokens S in the chunk. Policies choose tokens that vary much; without the last
     factor the others would move as far as those.
     """
     weight = len(offsets) / (len(offsets) + DAMPING)
-    if spread is None:
+    if v_std is None:
         return torch.full((num_tokens,), weight, device=offsets.device)
-    spread = spread.to(offsets.device)
-    mean = torch.maximum(spread[offsets].mean(), 1e-6 * spread.max() + 1e-30)
-    return weight * (spread / mean).clamp(max=MAX_RATIO)
+    v_std = v_std.to(offsets.device)
+    mean = torch.maximum(v_std[offsets].mean(), 1e-6 * v_std.max() + 1e-30)
+    return weight * (v_std / mean).clamp(max=MAX_RATIO)
 
 
 def averaging(counts: Sequence[int]) -> torch.Tensor:

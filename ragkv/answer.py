@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ragkv.controller import Plan
+from ragkv.controller.cost_model import Plan
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
 
@@ -111,7 +111,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Strip:
+class TokenOrigins:
     """The text of each prompt token, and runs that cover them all, in order."""
 
     tokens: list[str]
@@ -146,7 +146,7 @@ class Answer:
     finish_reason: str
     fallback: str | None = None
     plan: Plan | None = None
-    strip: Strip | None = None
+    origins: TokenOrigins | None = None
 
 
 @dataclass(frozen=True)

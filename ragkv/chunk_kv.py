@@ -1,7 +1,6 @@
-"""Names, captures and places chunks' KV: what lies between chunks as token ids and an engine's tasks.
+"""Names, contexts and places chunks' KV: what lies between chunks as token ids and an engine's tasks.
 
-Every chunk has a record that was captured once, behind the anchor; where captures are averaged, a second one with the
-mean. A chunk that stands directly behind the anchor takes the first one, which is exact there.
+Every chunk has a record that was precomputed after the anchor; where contexts are averaged, a second one with the mean. A chunk that stands directly behind the anchor takes the first one, which is exact there.
 """
 
 import asyncio
@@ -10,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import ROOT_HASH, AverageTask, CaptureTask, FuseTask, Span
+from ragkv.engine.task import ROOT_HASH, FuseTask, MeanTask, PrecomputeTask, Span
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
-from ragkv.retriever.hashing import NEAREST, average_hash, chunk_hash
+from ragkv.retriever.hashing import NEAREST, chunk_hash, mean_hash
 from ragkv.store.base import KVStore
 from ragkv.store.record import ChunkKey
 
@@ -21,30 +20,35 @@ from ragkv.store.record import ChunkKey
 class ChunkKV:
     """The KV of chunks behind one anchor, made by one model.
 
-    captures: how often each is captured, once behind the anchor and else for its average; contexts: what kind of
+    num_contexts: how often each is precomputed, once behind the anchor and else for its average; contexts: what kind of
     contexts that is made in, a name that keeps averages of different kinds apart.
     """
 
     def __init__(
-        self, anchor: Sequence[int], fingerprint: str, heads: tuple[int, int], captures: int, contexts: str = NEAREST
+        self,
+        anchor: Sequence[int],
+        fingerprint: str,
+        heads: tuple[int, int],
+        num_contexts: int,
+        contexts: str = NEAREST,
     ) -> None:
         self._anchor, self._fingerprint, self._heads = list(anchor), fingerprint, heads
-        self.captures = captures
+        self.num_contexts = num_contexts
         self.anchor_hash = chunk_hash(anchor)
         self.anchor_span = Span(0, len(anchor), self.anchor_hash, ROOT_HASH)
-        self.average_hash = average_hash(self.anchor_hash, contexts, captures)
+        self.mean_hash = mean_hash(self.anchor_hash, contexts, num_contexts)
 
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, self._heads)
 
     def span(self, digest: str, num_tokens: int) -> Span:
-        """Where a chunk is captured: directly behind the anchor."""
+        """Where a chunk is precomputed: directly behind the anchor."""
         start = len(self._anchor)
         return Span(start, start + num_tokens, digest, self.anchor_hash)
 
     def averaged(self, span: Span) -> Span:
         """The same chunk's average."""
-        return replace(span, anchor_hash=self.average_hash)
+        return replace(span, anchor_hash=self.mean_hash)
 
     def task(self, prompt: Prompt, digests: Sequence[str], policy: Policy, store: KVStore) -> FuseTask:
         """Fuse a prompt of these chunks, with their averages where the store has them."""
@@ -52,23 +56,23 @@ class ChunkKV:
         for digest, (start, end) in zip(digests, prompt.chunk_ranges, strict=True):
             span = Span(start, end, digest, self.anchor_hash)
             first = start == len(self._anchor)
-            averaged = self.captures > 1 and not first and store.contains(self.key(self.averaged(span)))
+            averaged = self.num_contexts > 1 and not first and store.contains(self.key(self.averaged(span)))
             spans.append(self.averaged(span) if averaged else span)
         return FuseTask(tuple(spans), policy)
 
-    def without_average(self, task: FuseTask) -> list[str]:
+    def without_mean(self, task: FuseTask) -> list[str]:
         """The chunks of a task that have no average, though they would be nearer to what prefill computes with one."""
-        if self.captures == 1:
+        if self.num_contexts == 1:
             return []
         start = len(self._anchor)
         return [s.chunk_hash for s in task.spans if s.start > start and s.anchor_hash == self.anchor_hash]
 
-    async def capture_anchor(self, engine: Engine, store: KVStore) -> None:
+    async def precompute_anchor(self, engine: Engine, store: KVStore) -> None:
         if not store.contains(self.key(self.anchor_span)):
-            await engine.capture(self._anchor, CaptureTask(self.anchor_span))
+            await engine.precompute(self._anchor, PrecomputeTask(self.anchor_span))
         store.hint([self.anchor_hash], "pin")  # every prompt begins with it
 
-    async def capture(
+    async def precompute(
         self,
         engine: Engine,
         store: KVStore,
@@ -78,22 +82,22 @@ class ChunkKV:
     ) -> int:
         """Make the records that these chunks (token ids by hash) don't have. Returns how many chunks had none.
 
-        others: for each chunk, what its average sees before it, likeliest first: where other chunks are captured behind
-        the anchor. Those that have no KV are passed over. done: told each chunk's hash and the number of captures that
+        others: for each chunk, what its average sees before it, likeliest first: where other chunks are precomputed
+        after the anchor. Those that have no KV are passed over. done: told each chunk's hash and the number of contexts that
         it took. Raises StoreError if there is no space.
         """
         missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
-        await _all(self._capture(engine, digest, tokens, done) for digest, tokens in missing.items())
-        if self.captures > 1:
+        await _all(self._precompute(engine, digest, tokens, done) for digest, tokens in missing.items())
+        if self.num_contexts > 1:
             without = {h: t for h, t in chunks.items() if not store.contains(self.key(self.averaged(self.span(h, 0))))}
             there = {h: [o for o in others.get(h, ()) if store.contains(self.key(o))] for h in without}
             await _all(self._average(engine, h, tokens, there[h], done) for h, tokens in without.items())
         return len(missing)
 
-    async def _capture(
+    async def _precompute(
         self, engine: Engine, digest: str, tokens: Sequence[int], done: Callable[[str, int], None]
     ) -> None:
-        await engine.capture([*self._anchor, *tokens], CaptureTask(self.span(digest, len(tokens))))
+        await engine.precompute([*self._anchor, *tokens], PrecomputeTask(self.span(digest, len(tokens))))
         done(digest, 1)
 
     async def _average(
@@ -104,20 +108,20 @@ class ChunkKV:
         others: Sequence[Span],
         done: Callable[[str, int], None],
     ) -> None:
-        """Store the mean over captures behind each of these chunks."""
+        """Store the mean over contexts behind each of these chunks."""
         room = engine.max_model_len - len(tokens) - 2
-        fitting = [span for span in others if span.end <= room][: self.captures - 1]
+        fitting = [span for span in others if span.end <= room][: self.num_contexts - 1]
         alone = self.span(digest, len(tokens))
-        task = AverageTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
-        await engine.capture([*self._anchor, *tokens], task)
-        done(digest, self.captures - 1)
+        task = MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
+        await engine.precompute([*self._anchor, *tokens], task)
+        done(digest, self.num_contexts - 1)
 
 
-async def _all(captures: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _all(num_contexts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """At once, so that vLLM batches them. Raises the first error alone: one reason stops them all."""
     try:
         async with asyncio.TaskGroup() as group:
-            for capture in captures:
-                group.create_task(capture)
+            for precompute in num_contexts:
+                group.create_task(precompute)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

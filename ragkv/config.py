@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from ragkv.errors import ConfigError
-from ragkv.hardware import native_dtype
+from ragkv.machine.hardware import native_dtype
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
@@ -71,11 +71,11 @@ class IndexConfig(Section):
     chunk_overlap: int = Field(
         0, ge=0, description="Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"
     )
-    captures: int = Field(
+    num_contexts: int = Field(
         4,
         ge=1,
         le=64,
-        description="How often a chunk's KV is captured: behind the anchor, and for an average behind its nearest "
+        description="How often a chunk's KV is precomputed: behind the anchor, and for an average behind its nearest "
         "other chunks; 1: once, for a quarter of the index time, half the disk and more drift",
     )
 
@@ -92,7 +92,7 @@ class StoreConfig(Section):
         None,
         gt=0,
         description="What chunks' KV may take on disk, in GiB. For what needs room beyond it goes what is worth least; "
-        "it is computed when it is asked for, and captured again while nobody waits. None: no limit",
+        "it is computed when it is asked for, and precomputed again while nobody waits. None: no limit",
     )
     memory_gib: float = Field(
         1.0,
@@ -134,7 +134,7 @@ class AnswerConfig(Section):
     """What a request gets when it doesn't say otherwise."""
 
     policy: str = Field(
-        "query-spread+shift",
+        "guided",
         description="Which cached tokens to recompute: none, query, full, … ([policies](policies.md))",
     )
     budget: float = Field(

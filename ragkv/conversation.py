@@ -66,7 +66,7 @@ def _size(placed: Sequence[Sequence[Hit]]) -> int:
     return sum(len(hit.chunk.token_ids) for turn in placed for hit in turn)
 
 
-class Threads:
+class ConversationSalts:
     """Under which salt vLLM caches the KV of the conversations that may go on.
 
     Fused KV was made for one question, so that only the conversation that asked it may build upon it: the first that

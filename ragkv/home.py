@@ -19,8 +19,8 @@ from ragkv.errors import BusyError, ConfigError, StoreError
 from ragkv.retriever.catalog import Catalog
 from ragkv.store.segment_store import SegmentStore
 
-# In the catalogue. Captures: how many are averaged; anchor: the hash of what chunks are captured behind.
-CAPTURES_SETTING, ANCHOR_SETTING = "captures", "anchor"
+# Rows of the catalogue: how many contexts a chunk is precomputed in, and the hash of the anchor before it.
+CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
 _MODEL_SETTING, _EMBEDDER_SETTING = "model", "embedder"
 
 

@@ -24,33 +24,33 @@ from ragkv.answer import (
     Delta,
     Retrieved,
     Source,
-    Strip,
     Timings,
+    TokenOrigins,
     Turn,
 )
-from ragkv.bench import Bench
-from ragkv.canary import Canary, Sample
+from ragkv.background.canary import Canary, Sample
+from ragkv.background.restore import RESTORE_EVENTS, KVRestorer
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, AnswerConfig, Config
-from ragkv.controller import Plan, Profile
-from ragkv.conversation import Fitted, Threads, fit, in_one_turn
+from ragkv.controller.cost_model import Plan, Profile
+from ragkv.controller.profile import ProfileFile, measure
+from ragkv.controller.requests import Bench
+from ragkv.conversation import ConversationSalts, Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.job import FuseTask, missing_kv
+from ragkv.engine.task import FuseTask, missing_kv
 from ragkv.errors import ContextTooLongError, StoreError
-from ragkv.indexing import Indexer
-from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.index.deletion import Deletion
+from ragkv.index.indexer import Indexer
+from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.planning import planned
-from ragkv.policies import Policy
-from ragkv.profiling import ProfileFile, measure
+from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt
-from ragkv.provenance import runs_of, usage_of
-from ragkv.recapture import RECAPTURES, Recapture
 from ragkv.retriever.catalog import Chunk, DocumentInfo
 from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.retriever import Hit, merged
 from ragkv.store.eviction import Hint
-from ragkv.upkeep import Deletion
+from ragkv.token_origins import runs_of, usage_of
 from ragkv.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Pipeline:
 
     def __init__(self, workspace: Workspace, tenant: str = MAIN) -> None:
         """The documents of other tenants that it may read are searched too."""
-        self.workspace = self._at = workspace
+        self.workspace = self._workspace = workspace
         self.config = config = workspace.config
         self.tenant, self._beside = tenant, list[Pipeline]()
         reads = config.tenants[tenant].reads if tenant in config.tenants else []
@@ -69,9 +69,9 @@ class Pipeline:
         self._own = workspace.corpus(tenant)
         self._indexer = Indexer(workspace, self._own)
         self._retrievers = [workspace.retriever(corpus) for corpus in self._corpora.values()]
-        self._recapture = Recapture(self._capture_again, workspace.idle)
+        self._restorer = KVRestorer(self._precompute_again, workspace.idle)
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
-        self._threads = Threads()
+        self._salts = ConversationSalts()
         policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(
             workspace.home.path / "profile.json", workspace.owner.fingerprint, config.store.codec, policy
@@ -99,23 +99,23 @@ class Pipeline:
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, if it isn't running."""
-        return await self._at.start(report)
+        return await self._workspace.start(report)
 
     def beside(self, tenant: str) -> "Pipeline":
         """Another tenant's pipeline on the same models; closed with this one."""
-        other = Pipeline(self._at, tenant)
+        other = Pipeline(self._workspace, tenant)
         self._beside.append(other)
         return other
 
     async def close(self) -> None:
         for pipeline in (self, *self._beside):
-            await pipeline._recapture.close()
+            await pipeline._restorer.close()
             await pipeline.canary.close()
-        await self._at.close()
+        await self._workspace.close()
 
     @property
     def is_ready(self) -> bool:
-        return self._at.engine is not None and self._at.engine.is_ready
+        return self._workspace.engine is not None and self._workspace.engine.is_ready
 
     @property
     def defaults(self) -> AnswerConfig:
@@ -126,22 +126,22 @@ class Pipeline:
     @property
     def fallback(self) -> str | None:
         """Why this model's KV can't be fused, None if it can: as found out when vLLM last started on this home."""
-        return self._at.fallback
+        return self._workspace.fallback
 
     @property
     def counters(self) -> dict[str, int]:
-        """How often something kept a chunk or a request from being reused, by reason; how many chunks were captured
+        """How often something kept a chunk or a request from being reused, by reason; how many chunks were precomputed
         again for it."""
-        counters = dict(self._at.engine.counters) if self._at.engine else {}
-        counters["engine_restarts"] = self._at.num_restarts
-        recaptured = (self._recapture.num_captured, self._recapture.num_failed)
-        return counters | dict(zip(RECAPTURES, recaptured, strict=True))
+        counters = dict(self._workspace.engine.counters) if self._workspace.engine else {}
+        counters["engine_restarts"] = self._workspace.num_restarts
+        restored = (self._restorer.num_restored, self._restorer.num_failed)
+        return counters | dict(zip(RESTORE_EVENTS, restored, strict=True))
 
     @property
     def gauges(self) -> dict[str, int]:
         """What lies in the store, of all tenants."""
-        in_memory = len(self._at.engine.in_memory) if self._at.engine else 0
-        return {**self._at.store.gauges(), "memory_chunks": in_memory}
+        in_memory = len(self._workspace.engine.in_memory) if self._workspace.engine else 0
+        return {**self._workspace.store.gauges(), "memory_chunks": in_memory}
 
     async def ingest(
         self,
@@ -184,7 +184,7 @@ class Pipeline:
         info = self._own.catalog.document(id)
         if info is None:
             return None
-        stored = set(self._at.store.chunk_hashes())
+        stored = set(self._workspace.store.chunk_hashes())
         return info, [(chunk, chunk.chunk_hash in stored) for chunk in self._own.catalog.document_chunks(id)]
 
     async def search(self, question: str, top_k: int) -> list[Source]:
@@ -200,21 +200,28 @@ class Pipeline:
         """What requests take on this machine: as measured before, or measured now (a minute at most).
 
         None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse. Raises
-        StoreError if there is no space for the chunks that are captured for it, which go afterwards.
+        StoreError if there is no space for the chunks that are precomputed for it, which go afterwards.
         """
         policy = Policy.of(self.config.answer.policy, self.config.answer.budget)
         if self._profile is not None and not anew:
             return self._profile
-        engine = await self._at.start(report)
-        if not self._at.fuses or policy.name == "full":
+        engine = await self._workspace.start(report)
+        if not self._workspace.fuses or policy.is_full:
             return None
         report("measuring this machine, once")
-        kv = ChunkKV(self._at.layout.anchor, self._at.owner.fingerprint, engine.kv_heads, captures=1)
-        bench = Bench(engine, self._at.layout, self._at.folder, kv, self._at.store, self.config.index.chunk_tokens)
+        kv = ChunkKV(self._workspace.layout.anchor, self._workspace.owner.fingerprint, engine.kv_heads, num_contexts=1)
+        bench = Bench(
+            engine,
+            self._workspace.layout,
+            self._workspace.folder,
+            kv,
+            self._workspace.store,
+            self.config.index.chunk_tokens,
+        )
         try:
-            self._profile = await measure(bench, kv, policy, self._at.store, engine.max_model_len)
+            self._profile = await measure(bench, kv, policy, self._workspace.store, engine.max_model_len)
         finally:
-            Indexer(self._at, self._at.main).forget(bench.captured)
+            Indexer(self._workspace, self._workspace.main).forget(bench.precomputed)
         if self._profile is not None:
             self._profiles.save(self._profile)
         return self._profile
@@ -226,37 +233,37 @@ class Pipeline:
         Closing the generator frees everything. Raises ContextTooLongError if the question alone doesn't fit.
         """
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
-        with self._at.idle.answering():
+        with self._workspace.idle.answering():
             async with aclosing(self._answer(conversation, options)) as events:
                 async for event in events:
                     yield event
 
     async def _answer(self, asked: Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
-        engine = await self._at.start()
+        engine = await self._workspace.start()
         begin = time.perf_counter()
-        conversation = asked if self._at.layout.takes_turns or not asked.turns else in_one_turn(asked)
+        conversation = asked if self._workspace.layout.takes_turns or not asked.turns else in_one_turn(asked)
         room = engine.max_model_len - options.max_tokens
         self._check_question(conversation, options.max_tokens, engine.max_model_len)
         found = await asyncio.to_thread(self._search, asked.questions, options.top_k)
-        fitted = fit(self._at.layout, conversation, found[-len(conversation.questions) :], room)
+        fitted = fit(self._workspace.layout, conversation, found[-len(conversation.questions) :], room)
         prompt, sources = fitted.prompt, self._sources(fitted.found)
         yield Retrieved(sources)
         digests = [hit.chunk.chunk_hash for hit in fitted.hits]
-        kv = self._at.chunk_kv(engine)
-        task = kv.task(prompt, digests, options.policy, self._at.store)
+        kv = self._workspace.chunk_kv(engine)
+        task = kv.task(prompt, digests, options.policy, self._workspace.store)
         plan: Plan | None = None
         request: FuseTask | None = task
         thread = (options.policy.label, options.top_k, asked.instruction)
-        goes_on = self._at.layout.takes_turns and not options.fresh  # vLLM may have the KV of the turns before
-        salt = self._threads.take(asked.turns, *thread) if goes_on else None
+        goes_on = self._workspace.layout.takes_turns and not options.fresh  # vLLM may have the KV of the turns before
+        salt = self._salts.take(asked.turns, *thread) if goes_on else None
         inherited = salt is not None
         profile = self._profile if self.config.answer.controller and not inherited else None
-        if profile is not None and task.policy.title == profile.policy:
-            plan, request = planned(profile, len(prompt.token_ids), task, kv, self._at.store, engine.in_memory)
+        if profile is not None and task.policy.name == profile.policy:
+            plan, request = planned(profile, len(prompt.token_ids), task, kv, self._workspace.store, engine.in_memory)
         missing: list[str] = []
         if request is None:  # the worker doesn't see it, so nobody else tells
-            missing = [span.chunk_hash for span in task.spans if not self._at.store.contains(kv.key(span))]
-        policy = options.policy if request is not None else Policy("full")
+            missing = [span.chunk_hash for span in task.spans if not self._workspace.store.contains(kv.key(span))]
+        policy = options.policy if request is not None else FULL
         if salt is None:
             salt = f"fresh-{uuid.uuid4().hex}" if options.fresh else self._salt(prompt, policy)
         submitted = time.perf_counter()
@@ -276,10 +283,10 @@ class Pipeline:
             await self._hint(digests, options.hint)
         if goes_on and salt is not None and policy.recomputes_some:
             turns = [*asked.turns, Turn(asked.question, "".join(texts))]
-            self._threads.keep(salt, turns, *thread, inherited=inherited)
-        lost = output.report.lost_chunks if output.report else missing
-        if self._at.fuses and options.policy.name != "full":
-            self._recapture.add([*lost, *kv.without_average(task)])
+            self._salts.keep(salt, turns, *thread, inherited=inherited)
+        lost = output.report.unusable_chunks if output.report else missing
+        if self._workspace.fuses and not options.policy.is_full:
+            self._restorer.add([*lost, *kv.without_mean(task)])
         if output.report and output.report.reused_tokens and request is not None and not inherited:
             self.canary.offer(Sample(prompt.token_ids, request, tokens[: self.config.canary.tokens]))
         now = time.perf_counter()
@@ -292,44 +299,44 @@ class Pipeline:
                 usage_of(prompt, output, len(tokens)),
                 timings,
                 output.finish_reason or "abort",
-                self._at.fallback or (missing_kv(len(missing), len(task.spans)) if missing else None),
+                self._workspace.fallback or (missing_kv(len(missing), len(task.spans)) if missing else None),
                 plan,
-                self._strip(fitted, output) if options.explain else None,
+                self._origins(fitted, output) if options.explain else None,
             ),
             output,
         )
 
-    def _strip(self, fitted: Fitted, output: EngineOutput) -> Strip:
+    def _origins(self, fitted: Fitted, output: EngineOutput) -> TokenOrigins:
         places = {hit.chunk.chunk_hash: i for i, hit in enumerate(fitted.found)}
         runs = runs_of(fitted.prompt, output, [places.get(hit.chunk.chunk_hash) for hit in fitted.hits])
-        return Strip(self._at.layout.token_texts(fitted.prompt.token_ids), runs)
+        return TokenOrigins(self._workspace.layout.token_texts(fitted.prompt.token_ids), runs)
 
     async def _score(self, sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        engine = await self._at.start()
-        exact = replace(sample.task, policy=Policy("full"))
+        engine = await self._workspace.start()
+        exact = replace(sample.task, policy=FULL)
         (full,), _ = await engine.score(sample.prompt, exact, [sample.tokens])
         (fused,), _ = await engine.score(sample.prompt, sample.task, [sample.tokens])
         return full, fused
 
-    async def _capture_again(self, digest: str) -> bool:
+    async def _precompute_again(self, digest: str) -> bool:
         """Also of a tenant whose documents are searched too."""
         for corpus in self._corpora.values():
-            if await Indexer(self._at, corpus).capture_again(digest):
+            if await Indexer(self._workspace, corpus).precompute_again(digest):
                 return True
         return False
 
     async def _hint(self, digests: Sequence[str], hint: Hint) -> None:
         try:
-            await asyncio.to_thread(self._at.store.hint, digests, hint)
+            await asyncio.to_thread(self._workspace.store.hint, digests, hint)
         except StoreError as error:  # the answer is there all the same
             logger.warning("a hint isn't kept: %s", error)
 
     def _check_question(self, conversation: Conversation, max_tokens: int, max_model_len: int) -> None:
         question, instruction = conversation.question, conversation.instruction
-        num_tokens = len(self._at.layout.question_tokens(question)) + len(
-            self._at.layout.instruction_tokens(instruction)
+        num_tokens = len(self._workspace.layout.question_tokens(question)) + len(
+            self._workspace.layout.instruction_tokens(instruction)
         )
-        limit = max(0, max_model_len - len(self._at.layout.anchor) - max_tokens)
+        limit = max(0, max_model_len - len(self._workspace.layout.anchor) - max_tokens)
         if num_tokens > limit:
             raise ContextTooLongError(
                 f"the question has {num_tokens} tokens; with an answer of up to {max_tokens} tokens, at most {limit} "
@@ -366,7 +373,7 @@ class Pipeline:
         """Fused KV is an approximation: it is shared only by requests that would compute the same one. And a tenant's
         is no other's, for a hit could be told by its time."""
         own = "" if self.tenant == MAIN else f"-{self.tenant}"
-        if policy.name == "full" or not self._at.fuses:
+        if policy.is_full or not self._workspace.fuses:
             return f"ragkv-full{own}" if own else None
         scope = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
         return f"ragkv-{policy.label}-{scope}{own}"

@@ -4,8 +4,8 @@ from collections.abc import Container
 from dataclasses import replace
 
 from ragkv.chunk_kv import ChunkKV
-from ragkv.controller import Chunk, Plan, Profile, plan
-from ragkv.engine.job import FuseTask
+from ragkv.controller.cost_model import Chunk, Plan, Profile, plan
+from ragkv.engine.task import FuseTask
 from ragkv.store.segment_store import SegmentStore
 
 
@@ -25,7 +25,7 @@ def planned(
     there = [i for i, key in enumerate(keys) if store.contains(key)]
 
     def is_cold(i: int) -> bool:
-        return task.spans[i].chunk_hash not in in_memory and not store.is_near(keys[i])
+        return task.spans[i].chunk_hash not in in_memory and not store.in_page_cache(keys[i])
 
     chunks = [Chunk(task.spans[i].end - task.spans[i].start, is_cold(i)) for i in there]
     found = plan(profile, num_tokens, chunks, task.policy)

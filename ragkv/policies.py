@@ -1,142 +1,158 @@
-"""Which cached tokens to recompute. Policies are small, pure, and listed by name.
+"""Which cached tokens a request recomputes. Policies are small data; the choices are pure functions of tensors.
 
 Every policy answers one question: which of the cached tokens that aren't exact already are recomputed. Some look at
-what the probe saw (votes, deviations), some only at where the chunks lie. Tokens without cached KV are always computed;
-that is not a policy's business. N is the number of cached tokens, S the chosen set.
+what the probe pass measured (votes, deviations), some only at where the chunks are. Tokens without cached KV are always
+computed; that is not a policy's business. N is the number of cached tokens, S the chosen set.
 """
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 
 from ragkv.errors import ConfigError
 
+
+class Selection(StrEnum):
+    """How a policy chooses the tokens that it recomputes."""
+
+    NONE = "none"
+    QUERY = "query"
+    CACHEBLEND = "cacheblend"
+    CACHEBLEND_K = "cacheblend-k"
+    CACHEBLEND_GRADUAL = "cacheblend-gradual"
+    EPIC = "epic"
+    FULL = "full"
+
+
+GUIDED, STD, SHIFT = "guided", "-std", "+shift"  # a name, and what may follow the name of a selection
 DESCRIPTIONS = {
+    "guided": f"query{STD}{SHIFT}, the default",
     "none": "recompute nothing: full KV reuse",
     "query": "recompute the tokens that the question attends to most",
-    "query-spread": "query, where a token also counts by how much its KV varied between captures",
-    "adaptive": "query, with as many tokens as cover most of the question's attention, up to the budget",
+    "query-std": "query, where a token also counts by how much its KV varied over the contexts it was precomputed in",
     "cacheblend": "recompute the tokens whose V deviates most at the second layer (CacheBlend)",
-    "cacheblend-k": "the same by K",
+    "cacheblend-k": "cacheblend, by the deviation of K",
     "cacheblend-gradual": "cacheblend, filtered over three layers",
     "epic": "recompute the first tokens of every chunk after the first (EPIC)",
-    "full": "recompute everything: exact, what fusion is measured against",
+    "full": "recompute everything: exact, the reference that fusion is compared with",
 }
-SHIFT = "behind the name of a policy, move what isn't recomputed by what the recomputed tokens of its chunk teach"
-FULL = "behind the name of a policy that votes, recompute everything for questions that ask for all of the text"
-VOTING = ("query", "query-spread", "adaptive")
-DEVIATION = ("cacheblend", "cacheblend-k", "cacheblend-gradual")
-
-COVERED_SHARE = 0.6  # adaptive: the share of the question's attention that S covers
-FULL_BELOW = 0.755  # +full: the evenness of the question's attention below which everything is recomputed
-MOST_VOTERS = 64  # tokens of the question: of a long one its end says what is asked, the rest is text
-LEAST_SHARE = 0.01  # adaptive: S is never less than this share of N
-GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: at each layer, so many times the budget stay
-
-_TEXT = re.compile(
-    r"(?P<name>[a-z-]+?)(\[(?P<low>[\d.]+)-(?P<high>[\d.]+)\])?(?P<shift>\+shift)?"
-    r"(?P<full>\+full(\[(?P<below>[\d.]+)\])?)?(:(?P<budget>.+))?"
-)
+SHIFT_DESCRIPTION = "after a policy's name: shift the other tokens by the mean shift of their chunk's recomputed ones"
+MAX_VOTERS = 64  # tokens of the question: the end of a long one says what is asked, the rest is text
+GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: (layer, multiple of the budget that stays)
+_DEVIATION = (Selection.CACHEBLEND, Selection.CACHEBLEND_K, Selection.CACHEBLEND_GRADUAL)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy's name and its budget: the share (0 to 1) of the cached tokens to recompute.
+    """A selection, its budget, and what is done with the rest.
 
-    shift: cached tokens that aren't recomputed move by the mean of what their chunk's recomputed tokens moved
-    (`ragkv.kernels.shift`). layers: the part of the model's layers whose attention votes, from 0 to 1. full_below:
-    everything is recomputed where the evenness of the votes lies below it. `none` and `full` ignore all of these.
-    Raises ConfigError for an unknown name or a budget outside 0 to 1.
+    budget: the share (0 to 1) of the cached tokens to recompute; `none` and `full` ignore it. weigh_by_std: votes are
+    weighted by the standard deviation of each token's KV over contexts. shift: cached tokens that aren't recomputed
+    are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.kernels.shift`). Raises ConfigError for a
+    budget outside 0 to 1 and for a combination without meaning.
     """
 
-    name: str
+    selection: Selection
     budget: float = 0.05
+    weigh_by_std: bool = False
     shift: bool = False
-    layers: tuple[float, float] = (1 / 3, 2 / 3)
-    full_below: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in DESCRIPTIONS:
-            raise ConfigError(f"unknown policy {self.name!r}; choose one of {', '.join(DESCRIPTIONS)}")
         if not 0 <= self.budget <= 1:
             raise ConfigError(f"budget {self.budget} is outside 0..1; it is the share of cached tokens to recompute")
-        low, high = self.layers
-        if not 0 <= low < high <= 1:
-            raise ConfigError(f"layers {low:g}-{high:g} are not a part of 0-1")
-        if self.shift and not self.chooses_by_budget:
-            raise ConfigError(f"+shift means nothing for policy {self.name!r}: it recomputes no part of a chunk")
-        if self.full_below and self.name not in VOTING:
-            raise ConfigError(
-                f"+full means nothing for policy {self.name!r}: it takes no votes; {', '.join(VOTING)} do"
-            )
-        if not 0 <= self.full_below <= 1:
-            raise ConfigError(f"+full[{self.full_below:g}] is outside 0..1; it is the evenness of the votes")
+        if self.weigh_by_std and self.selection != Selection.QUERY:
+            raise ConfigError(f"{STD} means nothing for policy {self.selection!s}: it takes no votes")
+        if self.shift and not self.selects_by_budget:
+            raise ConfigError(f"{SHIFT} means nothing for policy {self.selection!s}: it recomputes no part of a chunk")
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Read `none`, `query:0.15`, `query+shift:0.15`, `query+full`, `query+full[0.7]` (with the evenness below which
-        everything is recomputed) or `query[0.5-1]:0.15` (with the layers that vote)."""
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ConfigError(f"policy {text!r} is not NAME[:BUDGET]; choose one of {', '.join(DESCRIPTIONS)}")
-        given = match.groupdict()
+        """Read a policy as people write it: `none`, `guided`, `query:0.15`, `query+shift:0.15`."""
+        name, has_budget, budget = text.partition(":")
+        selection, weigh_by_std, shift = name, False, False
+        if name == GUIDED:
+            selection, weigh_by_std, shift = Selection.QUERY, True, True
+        else:
+            selection, shift = selection.removesuffix(SHIFT), selection.endswith(SHIFT)
+            selection, weigh_by_std = selection.removesuffix(STD), selection.endswith(STD)
+        if selection not in set(Selection):
+            raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(DESCRIPTIONS)}")
         try:
-            layers = (float(given["low"]), float(given["high"])) if given["low"] else cls.layers
-            below = float(given["below"] or FULL_BELOW) if given["full"] else cls.full_below
-            budget = float(given["budget"]) if given["budget"] else cls.budget
+            share = float(budget) if has_budget else cls.budget
         except ValueError:
-            raise ConfigError(f"budget {given['budget']!r} in policy {text!r} is not a number") from None
-        return cls(given["name"], budget, given["shift"] is not None, layers, below)
+            raise ConfigError(f"budget {budget!r} in policy {text!r} is not a number") from None
+        return cls(Selection(selection), share, weigh_by_std, shift)
 
     @classmethod
     def of(cls, name: str, budget: float) -> "Policy":
-        """From a name as in `parse`, its budget apart."""
+        """Read a policy's name, as `parse` does, whose budget is given apart."""
         if ":" in name:
             raise ConfigError(f"unknown policy {name!r}: the budget is given apart from the name")
-        return cls.parse(f"{name}:{budget}")
+        return replace(cls.parse(name), budget=budget)
 
     @property
-    def chooses_by_budget(self) -> bool:
-        return self.name not in ("none", "full")
-
-    @property
-    def recomputes_some(self) -> bool:
-        """If so, the KV it leaves behind depends on the whole prompt: budget and choice go over all of its chunks."""
-        return self.chooses_by_budget and self.budget > 0
-
-    @property
-    def asks_the_question(self) -> bool:
-        """Whether the question is run over the stale cache first, to vote for tokens."""
-        return self.name in VOTING and self.budget > 0
-
-    def pays(self, num_uncached: int, num_tokens: int) -> bool:
-        """Whether it computes less than all of `num_tokens`. Those without KV go through both passes where a vote is
-        taken: from half of the tokens on, that costs more than one pass over everything."""
-        return not self.asks_the_question or 2 * num_uncached < num_tokens
-
-    @property
-    def title(self) -> str:
-        """The name as in `parse`, without the budget."""
-        part = "" if self.layers == Policy.layers else f"[{self.layers[0]:g}-{self.layers[1]:g}]"
-        below = "" if self.full_below == FULL_BELOW else f"[{self.full_below:g}]"
-        return f"{self.name}{part}{'+shift' * self.shift}{f'+full{below}' if self.full_below else ''}"
+    def name(self) -> str:
+        """The name that `parse` reads, without the budget."""
+        if self.weigh_by_std and self.shift:
+            return GUIDED
+        return f"{self.selection}{STD * self.weigh_by_std}{SHIFT * self.shift}"
 
     @property
     def label(self) -> str:
-        return f"{self.title}:{self.budget:g}" if self.chooses_by_budget else self.name
+        """The text that `parse` reads."""
+        return f"{self.name}:{self.budget:g}" if self.selects_by_budget else self.name
 
-    def voting_layers(self, num_layers: int) -> range:
-        """At least one layer."""
-        low, high = (int(part * num_layers + 1e-6) for part in self.layers)
-        high = max(1, high)
-        return range(min(low, high - 1), high)
+    def is_like(self, other: "Policy") -> bool:
+        """Whether both are the same but for the budget."""
+        return replace(self, budget=other.budget) == other
+
+    @property
+    def is_full(self) -> bool:
+        return self.selection == Selection.FULL
+
+    @property
+    def selects_by_budget(self) -> bool:
+        return self.selection not in (Selection.NONE, Selection.FULL)
+
+    @property
+    def recomputes_some(self) -> bool:
+        """Whether some are recomputed: then the KV that it leaves depends on the whole prompt, by budget and choice."""
+        return self.selects_by_budget and self.budget > 0
+
+    @property
+    def uses_votes(self) -> bool:
+        """Whether the question is run over the stale cache first, to vote for tokens."""
+        return self.selection == Selection.QUERY and self.budget > 0
+
+    @property
+    def uses_deviations(self) -> bool:
+        """Whether the first layers are run over all tokens first, to see which deviate."""
+        return self.selection in _DEVIATION
+
+    def pays(self, num_uncached: int, num_tokens: int) -> bool:
+        """Return whether the policy computes less than all of `num_tokens`.
+
+        Tokens without KV go through both passes where a vote is taken: from half of the tokens on, that costs more than
+        one pass over everything.
+        """
+        return not self.uses_votes or 2 * num_uncached < num_tokens
+
+
+FULL = Policy(Selection.FULL)
+
+
+def voting_layers(num_layers: int) -> range:
+    """Return the layers whose attention votes: the middle third, at least one (docs/decisions/0003)."""
+    low, high = (int(part * num_layers + 1e-6) for part in (1 / 3, 2 / 3))
+    high = max(1, high)
+    return range(min(low, high - 1), high)
 
 
 def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`query`: about the `num_tokens` (never more) eligible positions with the most votes, sorted.
+    """Choose about `num_tokens` (never more) of the eligible positions, those with the most votes; sorted (`query`).
 
     votes, eligible: `[N]`, float and bool. Votes are the attention mass that the question's tokens give each token,
     summed over heads and over the voting layers (`kernels.query_scores`; lower layers vote poorly:
@@ -157,7 +173,7 @@ def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> t
 
 
 def _join_runs(positions: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
-    """Sorted positions with the eligible ones in gaps of one or two filled in."""
+    """Return sorted positions with the eligible ones in gaps of one or two filled in."""
     chosen = torch.zeros_like(eligible)
     chosen[positions] = True
     for gap in (1, 2):
@@ -167,16 +183,8 @@ def _join_runs(positions: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
     return (chosen & eligible).nonzero().flatten()
 
 
-def num_covering(votes: torch.Tensor, eligible: torch.Tensor, share: float = COVERED_SHARE) -> int:
-    """`adaptive`: the size of the smallest set of eligible tokens with `share` of the votes of all eligible tokens."""
-    ranked = votes[eligible].sort(descending=True).values.cumsum(0)
-    if not len(ranked):
-        return 0
-    return min(len(ranked), int((ranked < share * ranked[-1]).sum()) + 1)
-
-
 def evenness(votes: torch.Tensor, eligible: torch.Tensor) -> float:
-    """`+full`: the entropy of the votes of the eligible tokens over its largest possible value, from 0 to 1.
+    """Return the entropy of the eligible tokens' votes over its largest possible value, from 0 to 1.
 
     Questions that ask for all of the text (list, count, compare, summarise) give less of their attention to the words
     that a pointed question looks for, and more to the few tokens that always draw it: their votes are less even
@@ -189,7 +197,7 @@ def evenness(votes: torch.Tensor, eligible: torch.Tensor) -> float:
 
 
 def top_deviating(deviations: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`cacheblend`: the `num_tokens` eligible positions that deviate most, sorted.
+    """Choose the `num_tokens` eligible positions that deviate most; sorted (`cacheblend`).
 
     deviations: `[N]`, ‖V_new − V_cached‖² summed over heads and dimensions at the second layer, where V_new comes from
     a first layer that is computed for all tokens (CacheBlend, EuroSys'25, section 4.3, "HKVD tokens"). In the gradual
@@ -200,7 +208,7 @@ def top_deviating(deviations: torch.Tensor, eligible: torch.Tensor, num_tokens: 
 
 
 def chunk_heads(chunks: Sequence[tuple[int, int]], num_tokens: int) -> torch.Tensor:
-    """`epic`: the first k tokens of each chunk `[start, end)`, k = num_tokens / number of chunks (EPIC, "LegoLink")."""
+    """Choose the first k tokens of each chunk `[start, end)`, k = num_tokens / number of chunks (EPIC, "LegoLink")."""
     if not chunks:
         return torch.zeros(0, dtype=torch.long)
     k, left = divmod(num_tokens, len(chunks))

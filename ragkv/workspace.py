@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ragkv import models
+from ragkv.background.idle import Idle
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
-from ragkv.home import CAPTURES_SETTING, Home, Owner
-from ragkv.idle import Idle
+from ragkv.home import CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.embedder import Embedder
@@ -48,7 +48,7 @@ class Workspace:
     """Opens a home, after checking that it belongs to the configured models, and loads the embedder. vLLM starts with
     the first work that needs it.
 
-    engine: None until then. capturing: held by who captures chunks for documents that are in no catalogue yet, and by
+    engine: None until then. precomputing: held by who precomputes chunks for documents that are in no catalogue yet, and by
     who deletes what no catalogue has. Raises ModelError for a missing model, StoreError for a home of another model or
     version.
     """
@@ -72,7 +72,7 @@ class Workspace:
         self.store: SegmentStore = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
-        self.idle, self.capturing = Idle(), asyncio.Lock()
+        self.idle, self.precomputing = Idle(), asyncio.Lock()
         self._starting = asyncio.Lock()
 
     def corpus(self, tenant: str) -> Corpus:
@@ -125,5 +125,5 @@ class Workspace:
         return self.fallback is None
 
     def chunk_kv(self, engine: Engine) -> ChunkKV:
-        captures = int(self.main.catalog.get_setting(CAPTURES_SETTING) or 1)
-        return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, captures)
+        num_contexts = int(self.main.catalog.get_setting(CONTEXTS_SETTING) or 1)
+        return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, num_contexts)

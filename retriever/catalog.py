@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.errors import StoreError
+from ragkv.files import USE_WAL, when_free
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.sqlite import USE_WAL, when_free
 
 APPLICATION_ID = 0x7261676B  # "ragk"
 BUSY_TIMEOUT_S = 60

@@ -20,6 +20,6 @@ def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:
     return hashlib.blake2b(data, digest_size=16, key=scope.encode()).hexdigest()
 
 
-def average_hash(anchor_hash: str, contexts: str, num_captures: int) -> str:
+def mean_hash(anchor_hash: str, contexts: str, num_captures: int) -> str:
     """What stands for the anchor in the key of a chunk's averaged KV."""
     return xxhash.xxh3_128_hexdigest(f"{anchor_hash} {contexts} {num_captures}".encode())

@@ -40,7 +40,7 @@ class Snapshot(Protocol):
         ...
 
     def lost(self) -> list[ChunkKey]:
-        """Of the chunks asked for, those that were deleted or replaced since. Their layers may be of several captures,
+        """Of the chunks asked for, those that were deleted or replaced since. Their layers may be of several contexts,
         and what was made of them is not to be used: that counts only if this doesn't name them afterwards."""
         ...
 
@@ -63,12 +63,12 @@ class KVStore(Protocol):
         """Whether the chunk's records are there, without reading their payload."""
         ...
 
-    def use(self, keys: Iterable[ChunkKey]) -> None:
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Count a use of each of these chunks, whether it is there or not: what is used often is kept longest, and only
         what is used is kept in memory."""
         ...
 
-    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """Start to read those of these chunks that lie on a slow disk, for who asks for them soon; returns at once."""
         ...
 
@@ -92,7 +92,7 @@ class KVStore(Protocol):
         ...
 
     def discard(self, key: ChunkKey) -> None:
-        """Remove one capture of a chunk."""
+        """Remove one precompute of a chunk."""
         ...
 
     def chunk_hashes(self) -> Iterator[str]:

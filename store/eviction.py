@@ -89,7 +89,7 @@ class Eviction:
         self.size_bytes += size_bytes
         self._place(key, entry)
 
-    def use(self, key: Hashable) -> bool:
+    def touch(self, key: Hashable) -> bool:
         """Count a use; False if the key isn't there."""
         entry = self._entries.get(key)
         if entry is None:

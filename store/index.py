@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from ragkv.sqlite import USE_WAL, when_free
+from ragkv.files import USE_WAL, when_free
 from ragkv.store.eviction import HINTS, Hint
 from ragkv.store.record import KEY_BYTES
 from ragkv.store.segments import Extent, padded
@@ -57,7 +57,7 @@ class DamagedIndexError(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a chunk lies: its layers one after the other, each padded. lengths: without padding.
 
     serial: at random, so that what is put where something lay before is told from it.
@@ -88,7 +88,7 @@ class Place:
         return place + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + place))
 
     @classmethod
-    def unpack(cls, key: bytes, value: bytes) -> "Place | None":
+    def unpack(cls, key: bytes, value: bytes) -> "Location | None":
         """None for anything that `pack` didn't make of this key."""
         if not (isinstance(key, bytes) and isinstance(value, bytes)) or len(value) < _PLACE.size + _CHECKSUM.size:
             return None
@@ -149,14 +149,14 @@ class Index:
         rows = self._read("select value from meta where name = ?", name)
         return str(rows[0][0]) if rows else None
 
-    def place(self, key: bytes) -> Place | None:
+    def place(self, key: bytes) -> Location | None:
         """None also where the index has gone bad: that is a chunk to compute."""
         try:
             rows = self._read("select place from chunk where key = ?", key)
         except sqlite3.Error as error:
             logger.warning("can't look into %s: %s", self._file, error)
             return None
-        return Place.unpack(key, rows[0][0]) if rows else None
+        return Location.unpack(key, rows[0][0]) if rows else None
 
     def hint(self, key: bytes) -> Hint | None:
         """How a chunk is to be treated (`ragkv.store.usage`). None also where the index has gone bad."""
@@ -178,7 +178,7 @@ class Index:
         return [key for key in keys if isinstance(key, bytes) and len(key) == _KEY_BYTES]
 
     def counts(self) -> tuple[int, int]:
-        """How many captures are here, and how many had to make room and aren't back."""
+        """How many contexts are here, and how many had to make room and aren't back."""
         evicted = "select count(*) from usage where key not in (select key from chunk)"
         ((here,),), ((gone,),) = self._read("select count(*) from chunk"), self._read(evicted)
         return here, gone
@@ -186,7 +186,7 @@ class Index:
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
 
-    def places(self) -> list[tuple[bytes, Place]]:
+    def places(self) -> list[tuple[bytes, Location]]:
         """Of all chunks, by key."""
         return _places(self._read("select key, place from chunk order by key"))
 
@@ -232,31 +232,31 @@ class Changes:
     def set_meta(self, name: str, value: str) -> None:
         self.query("insert or replace into meta values (?, ?, ?)", name, value, _meta_checksum(name, value))
 
-    def put(self, key: bytes, place: Place) -> None:
+    def put(self, key: bytes, place: Location) -> None:
         """Add or replace a chunk."""
         self._give_up(self.query("select key, place from chunk where key = ?", key))
         self.query("insert or replace into chunk values (?, ?)", key, place.pack(key))
 
-    def delete(self, prefix: bytes) -> list[Place]:
+    def delete(self, prefix: bytes) -> list[Location]:
         """Forget all chunks whose keys begin so."""
         bounds = (prefix, prefix + b"\xff" * 64)
         rows = self.query("select key, place from chunk where key between ? and ?", *bounds)
         self.query("delete from chunk where key between ? and ?", *bounds)
         return self._give_up(rows)
 
-    def _give_up(self, rows: list[tuple]) -> list[Place]:  # type: ignore[type-arg]
+    def _give_up(self, rows: list[tuple]) -> list[Location]:  # type: ignore[type-arg]
         """Note what is to be freed once the index that doesn't name it any more is on disk."""
         places = _places(rows)
         for key, place in places:
             self.query("insert into freed (key, place) values (?, ?)", key, place.pack(key))
         return [place for _, place in places]
 
-    def places(self) -> list[tuple[bytes, Place]]:
+    def places(self) -> list[tuple[bytes, Location]]:
         return _places(self.query("select key, place from chunk order by key"))
 
     def bad_keys(self) -> list[object]:
         """Of rows that went bad."""
-        return [key for key, value in self.query("select key, place from chunk") if not Place.unpack(key, value)]
+        return [key for key, value in self.query("select key, place from chunk") if not Location.unpack(key, value)]
 
     def freed(self) -> list[Extent]:
         return [place.extent for _, place in _places(self.query("select key, place from freed"))]
@@ -273,9 +273,9 @@ def _data_version(connection: sqlite3.Connection) -> int:
     return int(_query(connection, "pragma data_version")[0][0])
 
 
-def _places(rows: list[tuple]) -> list[tuple[bytes, Place]]:  # type: ignore[type-arg]
+def _places(rows: list[tuple]) -> list[tuple[bytes, Location]]:  # type: ignore[type-arg]
     """Without rows that went bad."""
-    found = ((key, Place.unpack(key, value)) for key, value in rows)
+    found = ((key, Location.unpack(key, value)) for key, value in rows)
     return [(key, place) for key, place in found if place is not None]
 
 

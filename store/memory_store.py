@@ -22,10 +22,10 @@ class MemoryStore:
     def contains(self, key: ChunkKey) -> bool:
         return key.layer(0) in self._records
 
-    def use(self, keys: Iterable[ChunkKey]) -> None:
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Nothing is evicted."""
 
-    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """Nothing is nearer than memory."""
 
     def in_memory(self, key: ChunkKey) -> bool:

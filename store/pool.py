@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from ragkv.store.eviction import Eviction, Hint
-from ragkv.store.index import Place
+from ragkv.store.index import Location
 from ragkv.store.memory import take_memory
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segments import Extent, FreeSpace
@@ -20,7 +20,7 @@ _ARENA = 0  # the only segment
 class _Held:
     """A chunk: its records lie in `extent` as they do on disk. layers: those that are read and whole."""
 
-    place: Place
+    place: Location
     hint: Hint | None
     extent: Extent
     layers: dict[int, LayerKV] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class Pool:
 
     def want(self, hints: Mapping[ChunkKey, Hint | None]) -> None:
         """A request is going to use these chunks: those that are here stay, the others are kept once they are read,
-        but for ephemeral ones. What isn't wanted by a request, such as captures at index time, is only read here."""
+        but for ephemeral ones. What isn't wanted by a request, such as contexts at index time, is only read here."""
         self._wanted = {key: hint for key, hint in hints.items() if hint != "ephemeral"}
         for key, hint in hints.items():
-            if self._eviction.use(key):
+            if self._eviction.touch(key):
                 self._held[key].hint = hint
 
-    def get(self, key: ChunkKey, place: Place, layer: int) -> LayerKV | None:
+    def get(self, key: ChunkKey, place: Location, layer: int) -> LayerKV | None:
         held = self._held.get(key)
         if held is not None and held.place != place:  # it was replaced
             self.drop(key)
@@ -76,7 +76,7 @@ class Pool:
         held = self._held.get(key)
         return held is not None and layer in held.layers
 
-    def slot(self, key: ChunkKey, place: Place, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
+    def slot(self, key: ChunkKey, place: Location, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
         """Where to read a record to that `get` hasn't got, if the chunk is wanted and room can be made without giving
         up what is `in_use`, wanted or pinned. Then `keep` it if it is whole, or else `drop` the chunk."""
         held = self._held.get(key)
@@ -103,7 +103,7 @@ class Pool:
             if held.layers:
                 self._left.add(key)
 
-    def refresh(self, place: Callable[[ChunkKey], Place | None], hint: Callable[[ChunkKey], Hint | None]) -> None:
+    def refresh(self, place: Callable[[ChunkKey], Location | None], hint: Callable[[ChunkKey], Hint | None]) -> None:
         """Drop what isn't in the index any more. To be called when others have written there."""
         for key, held in list(self._held.items()):
             if place(key) == held.place:
@@ -118,7 +118,7 @@ class Pool:
         self._entered, self._left = set(), set()
         return entered, left
 
-    def _enter(self, key: ChunkKey, place: Place, in_use: Set[ChunkKey]) -> _Held | None:
+    def _enter(self, key: ChunkKey, place: Location, in_use: Set[ChunkKey]) -> _Held | None:
         extent = self._make_room(place.extent.length, in_use)
         if extent is None:
             return None

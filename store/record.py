@@ -1,7 +1,7 @@
 """The KV record: a versioned header, and K and V of one chunk in one layer as the header's codec stores them.
 
 Layout (little-endian): 128-byte header with the record's key, then K and V `[Hkv, T, D]`, head-major
-(`ragkv.store.codecs`), then, where the header says so, the spread `[T]` float32. The checksum covers the header and the
+(`ragkv.store.codecs`), then, where the header says so, the v_std `[T]` float32. The checksum covers the header and the
 payload: bytes that are damaged, or filed under another key, don't verify.
 """
 
@@ -29,7 +29,7 @@ _KEY_OFFSET = _HEADER.size
 _HEADER_SIZE = 128
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = _HEADER_SIZE - _CHECKSUM.size
-_HAS_SPREAD = 1  # flags
+_HAS_V_STD = 1  # flags
 _ALL = slice(None)
 _CODE_TO_DTYPE = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
 _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
@@ -39,7 +39,7 @@ _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
 class ChunkKey:
     """Addresses one chunk's KV: what was computed, behind what, by which model.
 
-    chunk_hash, anchor_hash: hex digests of token ids (128 bits); the anchor is what stood before the chunk at capture.
+    chunk_hash, anchor_hash: hex digests of token ids (128 bits); the anchor is what came before the chunk.
     fingerprint: hex digest of the model (128 bits).
     heads: the range of KV heads in the record, `(first, last + 1)`, so that tensor-parallel ranks read their slice.
     """
@@ -68,15 +68,15 @@ class ChunkKey:
 class LayerKV:
     """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each.
 
-    spread: of an averaged capture, `[T]` float32, how far each token's V lay from its mean (root mean square over
-    the captures); None of a single one. k_scale, v_scale: where a codec made the numbers smaller, what they are to be
+    v_std: of an averaged precompute, `[T]` float32, how far each token's V lay from its mean (root mean square over
+    the contexts); None of a single one. k_scale, v_scale: where a codec made the numbers smaller, what they are to be
     multiplied by (`ragkv.store.codecs.Stored`).
     """
 
     k: torch.Tensor
     v: torch.Tensor
     base_position: int
-    spread: torch.Tensor | None = None
+    v_std: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
@@ -89,8 +89,8 @@ class LayerKV:
         """The same with each tensor changed, say moved to a device."""
         k, v, *others = (None if part is None else change(part) for part in self._tensors())
         assert k is not None and v is not None
-        spread, k_scale, v_scale = others
-        return LayerKV(k, v, self.base_position, spread, k_scale, v_scale)
+        v_std, k_scale, v_scale = others
+        return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale)
 
     def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
@@ -100,7 +100,7 @@ class LayerKV:
         return times(k, self.k_scale), times(v, self.v_scale[:, tokens])
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.k, self.v, self.spread, self.k_scale, self.v_scale
+        return self.k, self.v, self.v_std, self.k_scale, self.v_scale
 
 
 class CorruptRecordError(Exception):
@@ -111,10 +111,10 @@ def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
     """Serialise one layer of a chunk under its key."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
-    flags = 0 if kv.spread is None else _HAS_SPREAD
+    flags = 0 if kv.v_std is None else _HAS_V_STD
     fields = (_MAGIC, FORMAT_VERSION, codec.code, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
     header = (_HEADER.pack(*fields) + key).ljust(_CHECKSUM_OFFSET, b"\0")
-    payload = codec.encode(kv.k, kv.v) + (b"" if kv.spread is None else to_bytes(kv.spread.float()))
+    payload = codec.encode(kv.k, kv.v) + (b"" if kv.v_std is None else to_bytes(kv.v_std.float()))
     return header + _CHECKSUM.pack(_checksum(header, payload)) + payload
 
 
@@ -125,8 +125,8 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     """
     head, payload = _check(key, value)
     stored = head.codec.split(payload[: head.size_bytes], head.shape, head.dtype)
-    spread = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.spread_bytes else None
-    return LayerKV(stored.k, stored.v, head.base_position, spread, stored.k_scale, stored.v_scale)
+    v_std = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.v_std_bytes else None
+    return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale)
 
 
 def check(key: bytes, value: bytes | memoryview) -> None:
@@ -153,7 +153,7 @@ def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
     """The length of the record that `encode` makes."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
     shape = (num_kv_heads, num_tokens, head_size)
-    return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.spread is not None).length
+    return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.v_std is not None).length
 
 
 def identify(value: bytes | memoryview) -> tuple[bytes, int]:
@@ -178,7 +178,7 @@ class _Header:
     dtype: torch.dtype
     shape: tuple[int, int, int]
     base_position: int
-    has_spread: bool
+    has_v_std: bool
 
     @cached_property
     def size_bytes(self) -> int:
@@ -186,13 +186,13 @@ class _Header:
         return self.codec.num_bytes(self.shape, self.dtype)
 
     @property
-    def spread_bytes(self) -> int:
-        return 4 * self.shape[1] if self.has_spread else 0
+    def v_std_bytes(self) -> int:
+        return 4 * self.shape[1] if self.has_v_std else 0
 
     @cached_property
     def length(self) -> int:
         """Of the whole record."""
-        return _HEADER_SIZE + self.size_bytes + self.spread_bytes
+        return _HEADER_SIZE + self.size_bytes + self.v_std_bytes
 
 
 def _parse(view: memoryview) -> _Header:
@@ -210,7 +210,7 @@ def _parse_fields(fields: bytes) -> _Header:
     if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
         raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
     shape = (num_kv_heads, num_tokens, head_size)
-    return _Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_SPREAD))
+    return _Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_V_STD))
 
 
 def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:

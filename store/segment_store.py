@@ -25,7 +25,7 @@ from ragkv.errors import StoreError
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.codecs import CODECS
 from ragkv.store.eviction import Hint
-from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Place, is_damage
+from ragkv.store.index import FORMAT, Changes, DamagedIndexError, Index, Location, is_damage
 from ragkv.store.memory import Staging
 from ragkv.store.pool import Pool
 from ragkv.store.rebuild import find_chunks
@@ -154,7 +154,7 @@ class SegmentStore:
             if not changes.query("select 1 from meta where name = ?", FORMAT):  # no other process was faster
                 found = list(find_chunks(self._files))
                 for key, segment, offset, lengths in found:
-                    changes.put(key, place := Place(segment, offset, lengths))
+                    changes.put(key, place := Location(segment, offset, lengths))
                     first = self._files.read(*place.layer(0)) or b""
                     self._usage.put(changes, key, place.extent.length, cost=tokens_in(first))
                 if found:
@@ -192,7 +192,7 @@ class SegmentStore:
                         extent = free.take(sum(padded(len(value)) for value in values))
                         taken.append(extent)
                         self._files.write(extent, values)
-                        changes.put(key.prefix(), Place(extent.segment, extent.offset, tuple(map(len, values))))
+                        changes.put(key.prefix(), Location(extent.segment, extent.offset, tuple(map(len, values))))
                         self._usage.put(changes, key.prefix(), extent.length, cost=tokens_in(values[0]))
                     self._files.sync(extent.segment for extent in taken)
                 except BaseException:
@@ -224,7 +224,7 @@ class SegmentStore:
             logger.warning("%d of %d chunks aren't stored: no room for them can be made in %d MiB", *counts)
         return stored
 
-    def use(self, keys: Iterable[ChunkKey]) -> None:
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Written to the index every few seconds, and with what is written anyway."""
         keys = list(keys)
         self._uses.update(key.prefix() for key in keys)
@@ -256,9 +256,9 @@ class SegmentStore:
     def _write_uses(self, changes: Changes) -> None:
         uses, self._uses = self._uses, Counter()
         self._uses_written_at = time.monotonic()
-        self._usage.use(changes, uses)
+        self._usage.touch(changes, uses)
 
-    def bring_near(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         with self._store_errors("read"):
             places = [self._index.place(key.prefix()) for key in keys if not self.in_memory(key)]
             for place in filter(None, places):
@@ -331,14 +331,14 @@ class SegmentStore:
         return sum(len(place.lengths) for place in places)
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget one capture of a chunk whose bytes went bad. Its uses still count."""
+        """Forget one precompute of a chunk whose bytes went bad. Its uses still count."""
         with self._store_errors("delete from"):
             with self._writing() as (changes, _):
                 changes.delete(key.prefix())
             self._sweep()
         self._pool_version = -1
 
-    def is_near(self, key: ChunkKey) -> bool:
+    def in_page_cache(self, key: ChunkKey) -> bool:
         """Whether the chunk can be read without waiting for a disk."""
         place = self._index.place(key.prefix())
         return place is None or self._files.is_cached(place.extent)
@@ -361,7 +361,7 @@ class SegmentStore:
         return iter(dict.fromkeys(key.chunk_hash for key in self.keys(evicted=evicted)))
 
     def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
-        """Of all captures; with `evicted` also of those that had to make room."""
+        """Of all contexts; with `evicted` also of those that had to make room."""
         with self._store_errors("read"):
             return [ChunkKey.parse(key) for key in self._index.chunks(evicted=evicted)]
 
@@ -380,10 +380,10 @@ class SegmentStore:
         return dict(counts)
 
     def gauges(self) -> dict[str, int]:
-        """What is quickly counted: captures here and evicted, bytes of the files."""
+        """What is quickly counted: contexts here and evicted, bytes of the files."""
         with self._store_errors("read"):
             here, evicted = self._index.counts()
-        return {"captures": here, "evicted_captures": evicted, "disk_bytes": self._files.size_on_disk()}
+        return {"entries": here, "evicted_entries": evicted, "disk_bytes": self._files.size_on_disk()}
 
     def stats(self) -> StoreStats:
         with self._store_errors("read"):
@@ -406,7 +406,7 @@ class SegmentStore:
         unknown = [f"{extent} holds what no record is known for" for extent in left]
         return Verification(found.num_records, [*found.problems, *overlaps, *unknown])
 
-    def _records(self, places: Sequence[tuple[bytes, Place]]) -> Iterator[tuple[bytes, memoryview]]:
+    def _records(self, places: Sequence[tuple[bytes, Location]]) -> Iterator[tuple[bytes, memoryview]]:
         for prefix, place in places:
             for i in range(len(place.lengths)):
                 yield prefix + struct.pack(">H", i), self._files.read(*place.layer(i)) or memoryview(b"")

@@ -4,7 +4,7 @@ A record is read straight to where it stays: into the pool if that keeps the chu
 takes again. There it is checked: what was checked is what is used, whatever becomes of the file.
 """
 
-from ragkv.store.index import Index, Place
+from ragkv.store.index import Index, Location
 from ragkv.store.memory import Staging
 from ragkv.store.pool import Pool
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, decode
@@ -18,7 +18,7 @@ class SegmentSnapshot:
     ) -> None:
         self._files, self._index, self._pool, self._staging = files, index, pool, staging
         self._throttle = Throttle(read_mib_s) if read_mib_s is not None else None
-        self._found: dict[ChunkKey, Place | None] = {}
+        self._found: dict[ChunkKey, Location | None] = {}
         self._staged_layer = 0
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
@@ -35,7 +35,7 @@ class SegmentSnapshot:
                 return None  # deleted or replaced in the meantime
             raise
 
-    def _read(self, key: ChunkKey, place: Place, layer: int) -> LayerKV:
+    def _read(self, key: ChunkKey, place: Location, layer: int) -> LayerKV:
         slot = self._pool.slot(key, place, layer, in_use=self._found.keys()) if self._pool is not None else None
         if slot is None or self._pool is None:
             return self._read_into(self._stage(place, layer), key, place, layer)
@@ -47,14 +47,14 @@ class SegmentSnapshot:
         self._pool.keep(key, layer, kv)
         return kv
 
-    def _read_into(self, memory: memoryview, key: ChunkKey, place: Place, layer: int) -> LayerKV:
+    def _read_into(self, memory: memoryview, key: ChunkKey, place: Location, layer: int) -> LayerKV:
         if not self._files.read_into(place.segment, place.offset + place.starts[layer], memory):
             raise CorruptRecordError("the file ends before the record, or can't be read")
         if self._throttle is not None:
             self._throttle.wait((key, layer), len(memory))
         return decode(key.layer(layer), memory)
 
-    def _stage(self, place: Place, layer: int) -> memoryview:
+    def _stage(self, place: Location, layer: int) -> memoryview:
         if layer != self._staged_layer:
             self._staging.reuse()
             self._staged_layer = layer
@@ -71,7 +71,7 @@ class SegmentSnapshot:
         if self._throttle is not None:
             self._throttle.ask((key, layer), place.lengths[layer])
 
-    def _place(self, key: ChunkKey) -> Place | None:
+    def _place(self, key: ChunkKey) -> Location | None:
         try:
             return self._found[key]
         except KeyError:

@@ -27,7 +27,7 @@ class Usage:
         uses, hint = known[0] if known else (0, None)
         self._write(changes, key, Entry(size_bytes, cost, uses + 1), hint)
 
-    def use(self, changes: Changes, counts: Mapping[bytes, int]) -> None:
+    def touch(self, changes: Changes, counts: Mapping[bytes, int]) -> None:
         for key, count in counts.items():
             for size_bytes, cost, uses, hint in changes.query(
                 "select size, cost, uses, hint from usage where key = ?", key

@@ -15,36 +15,36 @@ MODEL, HEADS = f"{8:032x}", (0, 2)
 
 
 class Recorder:
-    """An engine that stores what it is asked to capture, as the worker would, and counts."""
+    """An engine that stores what it is asked to precompute, as the worker would, and counts."""
 
     max_model_len = 100
 
     def __init__(self, store, kv):
         self._store, self._kv, self.num_captures = store, kv, 0
 
-    async def capture(self, token_ids, task):
+    async def precompute(self, token_ids, task):
         self.num_captures += 1
         layers = [LayerKV(torch.ones(2, len(token_ids), 8), torch.ones(2, len(token_ids), 8), 0)] * 2
         self._store.put([(self._kv.key(task.span), layers)])
 
 
-async def ingest(store, captures):
-    kv = ChunkKV([1, 2, 3], MODEL, HEADS, captures)
+async def ingest(store, num_contexts):
+    kv = ChunkKV([1, 2, 3], MODEL, HEADS, num_contexts)
     engine = Recorder(store, kv)
-    await kv.capture_anchor(engine, store)
-    num_prefilled = await kv.capture(engine, store, CHUNKS, {})
+    await kv.precompute_anchor(engine, store)
+    num_prefilled = await kv.precompute(engine, store, CHUNKS, {})
     return num_prefilled, engine.num_captures
 
 
 def test_imported_kv_is_not_prefilled_again(tmp_path):
     source, target = SegmentStore(tmp_path / "source"), SegmentStore(tmp_path / "target")
-    assert asyncio.run(ingest(source, captures=2)) == (2, 5)  # the anchor; each chunk, and its average
+    assert asyncio.run(ingest(source, num_contexts=2)) == (2, 5)  # the anchor; each chunk, and its average
     file = io.BytesIO()
     export_chunks(source, file)
     file.seek(0)
     check_head(file, "the file")
     import_chunks(file, target)
-    assert asyncio.run(ingest(target, captures=2)) == (0, 0)
-    assert asyncio.run(ingest(target, captures=3)) == (0, 2)  # other averages
+    assert asyncio.run(ingest(target, num_contexts=2)) == (0, 0)
+    assert asyncio.run(ingest(target, num_contexts=3)) == (0, 2)  # other averages
     source.close()
     target.close()

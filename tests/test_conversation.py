@@ -9,7 +9,7 @@ from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
 from ragkv.answer import Conversation, Turn
-from ragkv.conversation import Threads, fit, in_one_turn
+from ragkv.conversation import ConversationSalts, fit, in_one_turn
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.hashing import chunk_hash
@@ -150,7 +150,7 @@ def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, 
 
 
 def test_only_the_first_that_goes_on_takes_the_thread():
-    threads, turns = Threads(size=2), [Turn("a", "b")]
+    threads, turns = ConversationSalts(size=2), [Turn("a", "b")]
     threads.keep("salt", turns, "query:0.1", inherited=False)
     assert threads.take(turns, "query:0.2") is None
     assert threads.take([Turn("a", "c")], "query:0.1") is None
@@ -162,7 +162,7 @@ def test_only_the_first_that_goes_on_takes_the_thread():
 
 
 def test_who_asks_the_first_question_again_does_not_go_on_with_a_salt_that_was_taken():
-    threads, first = Threads(), [Turn("a", "b")]
+    threads, first = ConversationSalts(), [Turn("a", "b")]
     threads.keep("salt", first, inherited=False)
     assert threads.take(first) == "salt"
     threads.keep("salt", first, inherited=False)  # another, with the same first question and so the same salt

@@ -9,15 +9,15 @@ ROOT = Path(__file__).parent.parent
 # Packages that know nothing of the layers above them, nor of each other. They may use only these of ragkv.
 LOWER = {
     "kernels": {"ragkv.kernels"},
-    "store": {"ragkv.store", "ragkv.errors", "ragkv.sqlite"},
-    "retriever": {"ragkv.retriever", "ragkv.errors", "ragkv.sqlite"},
+    "store": {"ragkv.store", "ragkv.errors", "ragkv.files"},
+    "retriever": {"ragkv.retriever", "ragkv.errors", "ragkv.files"},
 }
 # Library to the files that may import it.
 ONLY_IN = {
     "vllm": ("ragkv/engine/", "evals/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
-    "sqlite3": ("ragkv/sqlite.py", "retriever/catalog.py", "store/index.py", "store/segment_store.py"),
+    "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/index.py", "store/segment_store.py"),
     "bm25s": ("retriever/keywords.py",),
     "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
     "typer": ("ragkv/cli/",),

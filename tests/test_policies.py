@@ -4,24 +4,25 @@ import torch
 from ragkv.errors import ConfigError
 from ragkv.policies import (
     DESCRIPTIONS,
-    FULL_BELOW,
     Policy,
+    Selection,
     chunk_heads,
     evenness,
-    num_covering,
     top_deviating,
     top_voted,
+    voting_layers,
 )
 
 
 def test_parsing():
-    assert Policy.parse("query:0.15") == Policy("query", 0.15)
-    assert Policy.parse("none") == Policy("none")
-    assert Policy.parse("query+shift:0.15") == Policy("query", 0.15, shift=True)
-    assert Policy.parse("query[0.5-1]:0.1") == Policy("query", 0.1, layers=(0.5, 1.0))
-    assert Policy.parse("query+full:0.1") == Policy("query", 0.1, full_below=FULL_BELOW)
-    assert Policy.parse("adaptive+shift+full[0.6]") == Policy("adaptive", shift=True, full_below=0.6)
-    assert Policy.of("query+shift", 0.2) == Policy("query", 0.2, shift=True)
+    assert Policy.parse("query:0.15") == Policy(Selection.QUERY, 0.15)
+    assert Policy.parse("none") == Policy(Selection.NONE)
+    assert Policy.parse("query+shift:0.15") == Policy(Selection.QUERY, 0.15, shift=True)
+    assert Policy.parse("query-std:0.1") == Policy(Selection.QUERY, 0.1, weigh_by_std=True)
+    assert Policy.parse("guided:0.1") == Policy(Selection.QUERY, 0.1, weigh_by_std=True, shift=True)
+    assert Policy.parse("query-std+shift:0.1") == Policy.parse("guided:0.1")
+    assert Policy.parse("epic+shift") == Policy(Selection.EPIC, shift=True)
+    assert Policy.of("query+shift", 0.2) == Policy(Selection.QUERY, 0.2, shift=True)
 
 
 @pytest.mark.parametrize(
@@ -30,15 +31,20 @@ def test_parsing():
         "none",
         "full",
         "query:0.15",
-        "query[0.5-1]+shift:0.1",
+        "query-std:0.1",
         "cacheblend-gradual:0.02",
-        "query+full:0.05",
-        "query-spread+shift+full[0.7]:0.05",
+        "epic+shift:0.05",
+        "guided:0.05",
     ],
 )
 def test_a_label_is_what_was_parsed(text):
     assert Policy.parse(text).label == text
     assert Policy.parse(Policy.parse(text).label) == Policy.parse(text)
+
+
+def test_policies_are_alike_but_for_the_budget():
+    assert Policy.parse("guided:0.05").is_like(Policy.parse("guided:0.4"))
+    assert not Policy.parse("guided:0.05").is_like(Policy.parse("query+shift:0.05"))
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -51,27 +57,38 @@ def test_every_policy_can_be_had_by_its_name(name):
     [
         "none+shift",
         "full+shift",
-        "query[0.5-0.5]",
-        "query[0.9-1.5]",
-        "cacheblend+full",
-        "epic+full[0.5]",
-        "query+full[2]",
+        "cacheblend-std",
+        "epic-std+shift",
+        "query:2",
     ],
 )
 def test_what_means_nothing_is_refused(text):
-    with pytest.raises(ConfigError, match=r"means nothing|not a part|outside 0\.\.1"):
+    with pytest.raises(ConfigError, match=r"means nothing|outside 0\.\.1"):
         Policy.parse(text)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 30])
 def test_at_least_one_layer_votes(num_layers):
-    for text in ("query", "query[0-0.01]", "query[0.99-1]"):
-        layers = Policy.parse(text).voting_layers(num_layers)
-        assert 0 <= layers.start < layers.stop <= num_layers
-    assert Policy("query").voting_layers(30) == range(10, 20)
+    layers = voting_layers(num_layers)
+    assert 0 <= layers.start < layers.stop <= num_layers
+    assert voting_layers(30) == range(10, 20)
 
 
-@pytest.mark.parametrize("text", ["quary", "query:x", "query:1.5", "query:-0.1", "query:nan", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quary",
+        "query:x",
+        "query:",
+        "query:1.5",
+        "query:-0.1",
+        "query:nan",
+        "",
+        "adaptive",
+        "query+full",
+        "query[0.5-1]",
+    ],
+)
 def test_what_cannot_be_used_is_named(text):
     with pytest.raises(ConfigError, match="choose one of|not a number|outside 0..1"):
         Policy.parse(text)
@@ -119,16 +136,6 @@ def test_the_most_deviating_are_chosen_as_they_are():
     assert top_deviating(deviations, eligible, 2).tolist() == [5, 40]
     eligible[5] = False
     assert top_deviating(deviations, eligible, 2).tolist() == [3, 40]
-
-
-def test_covering_takes_more_tokens_where_attention_is_spread():
-    eligible = torch.ones(100, dtype=torch.bool)
-    peaked = torch.full((100,), 0.001)
-    peaked[7] = 10.0
-    assert num_covering(peaked, eligible, 0.8) == 1
-    assert num_covering(torch.ones(100), eligible, 0.8) == 80
-    assert num_covering(torch.ones(100), eligible, 1.0) == 100
-    assert num_covering(torch.ones(100), ~eligible, 0.8) == 0
 
 
 def test_attention_is_even_or_not():

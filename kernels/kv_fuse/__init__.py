@@ -25,7 +25,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Learned:
+class KVShift:
     """What recomputed tokens teach about a chunk's others (`ragkv.kernels.shift`): w(t) R(start + t) k is added to
     token t's key, and w(t) v to its value. k, v: `[Hkv, D]` float32; weights: `[T]` float32."""
 
@@ -38,14 +38,14 @@ class Learned:
 FIELDS = 11  # of a row of `table`
 
 
-def table(chunks: list[Staged], learned: list[Learned | None] | None) -> list[list[int]]:
+def table(chunks: list[Staged], shifts: list[KVShift | None] | None) -> list[list[int]]:
     """What a kernel needs to know of each chunk, FIELDS numbers: the addresses of k, v, k_scale, v_scale, slots,
-    learned k, v and weights (0: none), the number of tokens, how far it moves, and where it starts."""
+    shifts k, v and weights (0: none), the number of tokens, how far it moves, and where it starts."""
     rows = []
     for i, chunk in enumerate(chunks):
-        taught = learned[i] if learned else None
-        lesson = (taught.k, taught.v, taught.weights) if taught else (None, None, None)
-        parts = (chunk.k, chunk.v, chunk.k_scale, chunk.v_scale, chunk.slots, *lesson)
+        taught = shifts[i] if shifts else None
+        mean_shift = (taught.k, taught.v, taught.weights) if taught else (None, None, None)
+        parts = (chunk.k, chunk.v, chunk.k_scale, chunk.v_scale, chunk.slots, *mean_shift)
         assert all(part is None or part.is_contiguous() for part in parts)
         numbers = (chunk.k.shape[1], chunk.moved, taught.start if taught else 0)
         rows.append([*(0 if part is None else part.data_ptr() for part in parts), *numbers])
@@ -57,7 +57,7 @@ def kv_fuse_reference(
     rotation: Rotation | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    learned: list[Learned | None] | None = None,
+    shifts: list[KVShift | None] | None = None,
 ) -> None:
     """The definition, in float32. key_cache, value_cache: `[blocks, block_size, Hkv, D]`, by any strides; slot s is row
     s % block_size of block s // block_size. Writes in the caches' type."""
@@ -67,7 +67,7 @@ def kv_fuse_reference(
             k, v = k * chunk.k_scale, v * chunk.v_scale
         if rotation is not None and chunk.moved:
             k = rotation.rotate(k, chunk.moved)
-        taught = learned[i] if learned else None
+        taught = shifts[i] if shifts else None
         if taught is not None:
             weights = taught.weights[:, None]
             places = torch.arange(taught.start, taught.start + k.shape[1], device=k.device)

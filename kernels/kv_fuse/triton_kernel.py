@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragkv.kernels.kv_fuse import FIELDS, Learned, Staged, table
+from ragkv.kernels.kv_fuse import FIELDS, KVShift, Staged, table
 from ragkv.kernels.rotation import Rotation
 
 _NUMBERS = 2048  # of a program: some tokens of one head, in few enough registers
@@ -15,7 +15,7 @@ def kv_fuse(
     rotation: Rotation | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    learned: list[Learned | None] | None = None,
+    shifts: list[KVShift | None] | None = None,
 ) -> None:
     """As `kv_fuse_reference`. The chunks have one stored type, contiguous. Keeps nothing of them: they may be given
     back once the stream has come past this."""
@@ -26,7 +26,7 @@ def kv_fuse(
     block_d = triton.next_power_of_2(head_size)
     block_t = max(1, _NUMBERS // block_d)
     tiles = [(i, start) for i, chunk in enumerate(chunks) for start in range(0, chunk.k.shape[1], block_t)]
-    rows = table(chunks, learned)
+    rows = table(chunks, shifts)
     numbers = torch.tensor([number for row in (*tiles, *rows) for number in row])
     numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
     _kv_fuse[(len(tiles), num_heads)](
@@ -143,17 +143,17 @@ def _kv_fuse(
 
     if tl.load(row + 7) != 0:
         weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=there, other=0.0)[:, None]
-        learned_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
-        term = tl.load(learned_k + d, mask=within, other=0.0)[None, :]
+        shift_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        term = tl.load(shift_k + d, mask=within, other=0.0)[None, :]
         if PAIRS:
             places = (start + t)[:, None] * PAIRS + pair[None, :]
             turning = there[:, None] & turned[None, :]
             term = term * tl.load(cos + places, mask=turning, other=1.0)
-            across = sign * tl.load(learned_k + partner, mask=within, other=0.0)
+            across = sign * tl.load(shift_k + partner, mask=within, other=0.0)
             term += across[None, :] * tl.load(sin + places, mask=turning, other=0.0)
         k += weights * term
-        learned_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
-        v += weights * tl.load(learned_v + d, mask=within, other=0.0)[None, :]
+        shift_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        v += weights * tl.load(shift_v + d, mask=within, other=0.0)[None, :]
 
     block, line = slots // block_size, slots % block_size
     to = (block * key_block + line * key_row + head * key_head)[:, None] + (d * key_number)[None, :]

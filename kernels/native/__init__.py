@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ragkv.kernels.kv_fuse import FIELDS, Learned, Staged, table
+from ragkv.kernels.kv_fuse import FIELDS, KVShift, Staged, table
 from ragkv.kernels.rotation import Rotation
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ def kv_fuse(
     rotation: Rotation | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    learned: list[Learned | None] | None = None,
+    shifts: list[KVShift | None] | None = None,
 ) -> None:
     """As `kv_fuse_reference`. The chunks have one stored type and are contiguous, and so are a token's numbers."""
     if not chunks:
         return
     assert key_cache.stride(3) == value_cache.stride(3) == 1
-    rows = torch.tensor(table(chunks, learned))
+    rows = torch.tensor(table(chunks, shifts))
     assert rows.shape[1] == FIELDS
     num_heads, _, head_size = chunks[0].k.shape
     pairs, neox = (rotation.cos.shape[1], rotation.neox) if rotation is not None else (0, True)

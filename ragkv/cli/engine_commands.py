@@ -19,8 +19,8 @@ from ragkv.errors import ConfigError, RagKVError
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
-    from ragkv.controller import Profile
-    from ragkv.ingestion import IngestReport
+    from ragkv.controller.cost_model import Profile
+    from ragkv.index.ingestion import IngestReport
     from ragkv.pipeline import Pipeline
     from ragkv.server.tenants import Tenants
     from ragkv.store.eviction import Hint
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
-    captures: Annotated[
+    num_contexts: Annotated[
         int | None, typer.Option(help="Contexts that a chunk's KV is averaged over: index time for fidelity.")
     ] = None,
     hint: Annotated[
@@ -48,7 +48,7 @@ def index(
     Unchanged documents cost nothing; documents that are gone from a folder are removed. Ends with status 1 if a
     document was rejected.
     """
-    index_flags = {"embedder": embedder, "captures": captures}
+    index_flags = {"embedder": embedder, "num_contexts": num_contexts}
     config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index=index_flags)
     from ragkv.retriever.documents import find_files
     from ragkv.store.eviction import parse_hint
@@ -125,10 +125,10 @@ async def _ask(config: Config, question: str, options: "AnswerOptions", as_json:
 
 async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
     """Both answers from a warm engine with nothing in vLLM's prefix cache."""
-    from ragkv.policies import Policy
+    from ragkv.policies import FULL
 
     fused = replace(options, fresh=True)
-    full = replace(fused, policy=Policy("full"))
+    full = replace(fused, policy=FULL)
     async with opened(config, tenant=tenant) as pipeline:
         with err.status("warming up"):
             for warm_up in (fused, full):

@@ -64,7 +64,7 @@ def quality(
     examples: Annotated[int, typer.Option(min=1, help="How many examples, from the first on.")] = 50,
     policies: Annotated[
         str, typer.Option(help="POLICY@KV with commas between; KV is alone, anchor, random or near.")
-    ] = "none,query-spread+shift:0.05,cacheblend:0.15@alone",
+    ] = "none,guided:0.05,cacheblend:0.15@alone",
     captures: Annotated[int, typer.Option(min=1, help="Captures behind an average.")] = 4,
     codec: Annotated[str | None, typer.Option(help="How KV is stored: raw, int8 or fp8.")] = None,
     ttft_examples: Annotated[int, typer.Option(min=0, help="On how many examples times are taken.")] = 10,

@@ -38,7 +38,7 @@ def config(
     config_file: ConfigFile = None,
 ) -> None:
     """Show the settings in force, as TOML, and where each is set."""
-    from ragkv import reference as texts
+    from ragkv.cli import settings as texts
 
     if reference:
         typer.echo(texts.reference())
@@ -49,7 +49,7 @@ def config(
 def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:
     """Look at hardware, versions, models, store and disk. Ends with status 1 if something is wrong."""
     config = load_config(config_file, home=home, model={"name": model}, index={"embedder": embedder})
-    from ragkv.doctor import diagnose
+    from ragkv.cli.diagnosis import diagnose
 
     checks = diagnose(config)
     output.print_checks(checks)

@@ -21,12 +21,12 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer
-    from ragkv.controller import Profile
-    from ragkv.doctor import Check
-    from ragkv.ingestion import IngestProgress, IngestReport
+    from ragkv.cli.diagnosis import Check
+    from ragkv.controller.cost_model import Profile
+    from ragkv.index.deletion import Deletion, Garbage
+    from ragkv.index.ingestion import IngestProgress, IngestReport
     from ragkv.store.base import StoreStats, Verification
     from ragkv.store.transfer import Transfer
-    from ragkv.upkeep import Deletion, Garbage
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -164,7 +164,7 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
 
 def print_profile(profile: "Profile") -> None:
     """What requests of the home's policy are expected to take, all chunks loaded from memory, beside full prefill."""
-    from ragkv.controller import Chunk, Load, plan
+    from ragkv.controller.cost_model import Chunk, Load, plan
     from ragkv.policies import Policy
 
     policy = Policy.of(profile.policy, PROFILE_BUDGET)

@@ -58,7 +58,7 @@ def delete(
     """
     config = load_config(config_file, home=home)
     from ragkv.home import Home
-    from ragkv.upkeep import delete_documents
+    from ragkv.index.deletion import delete_documents
 
     deletion = delete_documents(Home(config.home), documents, tenant)
     if as_json:
@@ -73,10 +73,10 @@ def gc(
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Delete KV that nothing uses: without a document, or of another model, anchor or number of captures."""
+    """Delete KV that nothing uses: without a document, or of another model, anchor or number of contexts."""
     config = load_config(config_file, home=home)
     from ragkv.home import Home
-    from ragkv.upkeep import collect_garbage
+    from ragkv.index.deletion import collect_garbage
 
     garbage = collect_garbage(Home(config.home), dry_run=dry_run)
     if as_json:

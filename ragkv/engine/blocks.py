@@ -35,7 +35,7 @@ class Blocks(Protocol):
         ...
 
 
-class Ordered:
+class ContiguousKV:
     """One layer after the other, in one block, by position."""
 
     def __init__(self, subset: SubsetForward, slots: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class Ordered:
             self._subset.write(layer, k, v, self._to[first:end])
 
 
-class InPlace:
+class PagedBlocks:
     """vLLM's own blocks. views: of each layer's K and V, `[blocks, block_size, Hkv, D]` (`find_views`)."""
 
     def __init__(

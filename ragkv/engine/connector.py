@@ -22,25 +22,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ragkv.engine.capture import Average, Capture
-from ragkv.engine.fill import Source
-from ragkv.engine.fusion import Fusion, Pace
-from ragkv.engine.job import (
+from ragkv.engine.fusion import Fusion, StepBudget
+from ragkv.engine.loader import Source
+from ragkv.engine.orphans import end_with_parent
+from ragkv.engine.precompute import Average, Precompute
+from ragkv.engine.subset import SubsetForward
+from ragkv.engine.task import (
     PARAMS_KEY,
-    AverageTask,
-    CaptureTask,
     FuseTask,
     Job,
+    MeanTask,
+    PrecomputeTask,
     Report,
     ScoreTask,
     task_from_params,
 )
-from ragkv.engine.orphans import end_with_parent
-from ragkv.engine.subset import SubsetForward
-from ragkv.engine.support import UnsupportedModelError, check_layout, find_rotations
+from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.errors import RagKVError
 from ragkv.kernels.dispatch import choose
-from ragkv.memory import return_free_pages
+from ragkv.machine.malloc import return_free_pages
 from ragkv.store.segment_store import SegmentStore
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class _SchedulerSide:
             return 0, False
         num_tokens = request.num_prompt_tokens - 1
         useful = num_tokens
-        if isinstance(task, FuseTask) and task.policy.name != "full":
+        if isinstance(task, FuseTask) and not task.policy.is_full:
             useful = task.spans[-1].end if task.spans else 0
         return (num_tokens - num_computed, True) if num_computed < useful else (0, False)
 
@@ -212,9 +212,9 @@ class _WorkerSide:
 
     def __init__(self, source: Source, max_batch_tokens: int) -> None:
         self.source = source
-        self._fusion, self._capture = Fusion(source), Capture(source)
+        self._fusion, self._precompute = Fusion(source), Precompute(source)
         self._max_batch_tokens = max_batch_tokens
-        self._pace = Pace(max_batch_tokens)
+        self._budget = StepBudget(max_batch_tokens)
         self._captures: deque[Job] = deque()
         self._averages: deque[Average] = deque()
         self._sliced: deque[tuple[Job, Generator[None, None, Report]]] = deque()
@@ -224,14 +224,14 @@ class _WorkerSide:
         self._tidied_at = time.monotonic()
 
     def step(self, work: StepWork) -> None:
-        self._pace.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
-        self._pace.alone = not work.num_others
+        self._budget.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
+        self._budget.alone = not work.num_others
         for job in work.jobs:
             match job.task:
-                case CaptureTask():
+                case PrecomputeTask():
                     self._captures.append(job)
-                case AverageTask():
-                    self._averages.append(self._capture.begin(job, job.task))
+                case MeanTask():
+                    self._averages.append(self._precompute.begin(job, job.task))
                 case _:
                     if self._sliced:
                         self._fusion.prepare(job)
@@ -241,7 +241,7 @@ class _WorkerSide:
         if self._sliced:
             self._run_slice()
         elif self._captures:
-            self._capture_batch()
+            self._precompute_batch()
         elif self._averages:
             self._average_batch()
         elif self.source.subset.device.type == "cpu" and time.monotonic() - self._tidied_at > _TIDY_EVERY_S:
@@ -250,7 +250,7 @@ class _WorkerSide:
 
     def _slices(self, job: Job) -> Generator[None, None, Report]:
         run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
-        return run(job, self._pace)
+        return run(job, self._budget)
 
     def _run_slice(self) -> None:
         job, slices = self._sliced[0]
@@ -263,32 +263,32 @@ class _WorkerSide:
             self._sliced.popleft()
             self._fail(job, error)
 
-    def _capture_batch(self) -> None:
+    def _precompute_batch(self) -> None:
         jobs = [self._captures.popleft()]
         num_tokens = len(jobs[0].token_ids)
         while self._captures and num_tokens + len(self._captures[0].token_ids) <= self._max_batch_tokens:
             jobs.append(self._captures.popleft())
             num_tokens += len(jobs[-1].token_ids)
         try:
-            self._capture.capture(jobs)
+            self._precompute.precompute(jobs)
         except Exception as error:
             for job in jobs:
                 self._fail(job, error)
             return
         for job in jobs:
-            self._finish(job, Report(policy="capture", recomputed_tokens=len(job.token_ids)))
+            self._finish(job, Report(policy="precompute", recomputed_tokens=len(job.token_ids)))
 
     def _average_batch(self) -> None:
-        """One more capture of the first chunks in the queue: of as many as fit in a slice, at least of one."""
+        """One more precompute of the first chunks in the queue: of as many as fit in a slice, at least of one."""
         batch: list[Average] = []
         num_tokens = 0
         for average in self._averages:
             num_tokens += average.num_tokens
-            if batch and num_tokens > self._pace.slice_tokens:
+            if batch and num_tokens > self._budget.slice_tokens:
                 break
             batch.append(average)
         try:
-            ended = self._capture.average(batch)
+            ended = self._precompute.average(batch)
         except Exception as error:
             ended = batch
             for average in batch:

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.config import ModelConfig
-from ragkv.engine.job import (
+from ragkv.engine.task import (
     PARAMS_KEY,
-    AverageTask,
-    CaptureTask,
     FuseTask,
+    MeanTask,
+    PrecomputeTask,
     Report,
     ScoreTask,
     Task,
@@ -181,17 +181,17 @@ class Engine:
         self.in_memory -= set(report.left_memory)
         self.in_memory |= set(report.entered_memory)
 
-    async def capture(self, token_ids: list[int], task: CaptureTask | AverageTask) -> float:
+    async def precompute(self, token_ids: list[int], task: PrecomputeTask | MeanTask) -> float:
         """Prefill `token_ids` and store the KV of the task's span. Returns the seconds it took.
 
-        Many captures at a time are batched. Raises StoreError if it couldn't be stored.
+        Many contexts at a time are batched. Raises StoreError if it couldn't be stored.
         """
         begin = time.perf_counter()
-        num_more = max((o.end - o.start for o in task.others), default=0) if isinstance(task, AverageTask) else 0
+        num_more = max((o.end - o.start for o in task.others), default=0) if isinstance(task, MeanTask) else 0
         prompt = [*token_ids, *[token_ids[-1]] * (1 + num_more)]  # vLLM computes a prompt's last token itself
-        async for output in self.generate(prompt, task, max_tokens=1, salt=f"capture-{uuid.uuid4().hex}"):
+        async for output in self.generate(prompt, task, max_tokens=1, salt=f"precompute-{uuid.uuid4().hex}"):
             if output.finish_reason and (output.report is None or output.report.failed):
-                raise StoreError(output.report.problem if output.report else "vLLM gave up a capture")
+                raise StoreError(output.report.problem if output.report else "vLLM gave up a precompute")
         return time.perf_counter() - begin
 
     async def score(

@@ -2,7 +2,7 @@
 
 The life of a fused request, in order: load every cached chunk's KV, layer by layer, inside the forward that runs the
 tokens without cached KV (the question above all); let the policy choose cached tokens by what it sees in passing;
-recompute those. What is captured at index time: `ragkv.engine.capture`.
+recompute those. What is precomputed at index time: `ragkv.engine.precompute`.
 """
 
 import logging
@@ -14,29 +14,28 @@ import torch
 
 from ragkv.engine.attention import pays
 from ragkv.engine.blocks import Blocks
-from ragkv.engine.fill import BadSpanError, Fill, Source, covered, piece, rows_in
-from ragkv.engine.job import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
+from ragkv.engine.loader import BadSpanError, BlockFiller, Source, covered, piece, rows_in
 from ragkv.engine.probes import Deviations, Votes
+from ragkv.engine.task import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
 from ragkv.errors import StoreError
 from ragkv.policies import (
-    DEVIATION,
+    FULL,
     GRADUAL,
-    LEAST_SHARE,
-    MOST_VOTERS,
-    VOTING,
+    MAX_VOTERS,
     Policy,
+    Selection,
     chunk_heads,
     evenness,
-    num_covering,
     top_deviating,
     top_voted,
+    voting_layers,
 )
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Pace:
+class StepBudget:
     """How much of a fusion is done in an engine step: about `slice_tokens` tokens. alone: nobody waits for the end of
     the step. Changes from step to step."""
 
@@ -50,28 +49,28 @@ class Fusion:
     def __init__(self, source: Source) -> None:
         self.source, self.subset = source, source.subset
 
-    def fuse(self, job: Job, pace: Pace) -> Generator[None, None, Report]:
+    def fuse(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
         """Fill the job's blocks; yields where an engine step is to end, returns the report.
 
         A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness.
         """
         assert isinstance(job.task, FuseTask)
         report = Report(prefix_tokens=job.num_prefix, trace=[] if job.task.trace else None)
-        wanted = job.task.spans if job.task.policy.name != "full" else ()
+        wanted = job.task.spans if not job.task.policy.is_full else ()
         present = [span for span in wanted if self.source.store.contains(self.source.key(span))]
         report.missing_chunks = len(wanted) - len(present)
-        report.lost_chunks = [span.chunk_hash for span in wanted if span not in present]
-        self.source.store.use(map(self.source.key, wanted))
+        report.unusable_chunks = [span.chunk_hash for span in wanted if span not in present]
+        self.source.store.touch(map(self.source.key, wanted))
         in_memory = {span for span in present if self.source.store.in_memory(self.source.key(span))}
         while True:
             try:
-                yield from _Request(self.source, job, present, report).run(pace)
+                yield from _Request(self.source, job, present, report).run(budget)
                 break
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
                 report.corrupt_chunks += error.is_corrupt
                 report.missing_chunks += not error.is_corrupt
-                report.lost_chunks.append(error.span.chunk_hash)
+                report.unusable_chunks.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
                 self.source.discard_if_corrupt(error)
         report.loaded = [(span.start, span.end, span in in_memory) for span in present]
@@ -79,8 +78,6 @@ class Fusion:
         num_unusable = report.missing_chunks + report.corrupt_chunks
         if num_unusable:
             report.problem = missing_kv(num_unusable, len(job.task.spans))
-        elif report.evenness is not None and report.evenness < job.task.policy.full_below:
-            report.problem = f"the question asks for all of the text: evenness {report.evenness:.3f}"
         elif report.policy != job.task.policy.label:
             report.problem = "less than half of the prompt is cached"
         return report
@@ -89,16 +86,16 @@ class Fusion:
         """Have what the job is going to read brought nearer while it waits for its turn."""
         task = job.task.fuse if isinstance(job.task, ScoreTask) else job.task
         assert isinstance(task, FuseTask)
-        if task.policy.name != "full":
+        if not task.policy.is_full:
             with suppress(StoreError):  # said when it is the job's turn
-                self.source.store.bring_near(map(self.source.key, task.spans))
+                self.source.store.prefetch(map(self.source.key, task.spans))
 
-    def score(self, job: Job, pace: Pace) -> Generator[None, None, Report]:
+    def score(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
         """Fuse the prompt proper, then run each continuation behind it."""
         task = job.task
         assert isinstance(task, ScoreTask)
         prompt = job.token_ids[: task.num_prompt_tokens]
-        report = yield from self.fuse(replace(job, task=task.fuse, token_ids=prompt), pace)
+        report = yield from self.fuse(replace(job, task=task.fuse, token_ids=prompt), budget)
         for continuation in task.continuations:
             behind = replace(job, token_ids=[*prompt, *continuation])
             positions = torch.arange(len(prompt) - 1, len(behind.token_ids) - 1)
@@ -114,7 +111,7 @@ class _Request:
         self._source, self._subset, self._spans = source, source.subset, spans
         self._report, self._policy = report, job.task.policy
         self._num_prefix = job.num_prefix
-        self._fill = Fill(source, job, report)
+        self._fill = BlockFiller(source, job, report)
         positions = torch.arange(len(job.token_ids))
         self._cached = torch.zeros(len(positions), dtype=torch.bool)
         for span in spans:
@@ -126,30 +123,26 @@ class _Request:
         self._eligible[: self._exact_until] = False
         self._num_loaded = 0  # layers of every span that are in the blocks
 
-    def run(self, pace: Pace) -> Generator[None, None, None]:
+    def run(self, budget: StepBudget) -> Generator[None, None, None]:
         policy = self._policy
         if not policy.pays(len(self._uncached), len(self._writable)):
-            policy = Policy("full")
+            policy = FULL
         self._report.policy = policy.label
-        if policy.name == "full" or not self._spans:
-            yield from self._recompute_all(pace)
+        if policy.is_full or not self._spans:
+            yield from self._recompute_all(budget)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             over = self._over(self._uncached, self._spans)
             self._fill.run(self._uncached, self._all_spans, stage="probe_ms", over=over)
         else:
             chosen = self._choose(policy)
-            if self._report.evenness is not None and self._report.evenness < policy.full_below:
-                self._report.policy = "full"
-                yield from self._recompute_all(pace)
-                return
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
-            yield from self._recompute(selected, self._spans, pace, shift=policy.shift)
+            yield from self._recompute(selected, self._spans, budget, shift=policy.shift)
 
-    def _recompute_all(self, pace: Pace) -> Generator[None, None, None]:
+    def _recompute_all(self, budget: StepBudget) -> Generator[None, None, None]:
         self._count(self._writable)
-        yield from self._recompute(self._writable, (), pace, shift=False)
+        yield from self._recompute(self._writable, (), budget, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
         self._report.recomputed_tokens = len(computed)
@@ -159,29 +152,25 @@ class _Request:
     def _choose(self, policy: Policy) -> torch.Tensor:
         """Positions of cached tokens, sorted."""
         budget = int(policy.budget * int(self._cached.sum()))
-        if policy.name in VOTING:
+        if policy.uses_votes:
             return self._choose_by_votes(policy, budget)
-        if policy.name in DEVIATION:
+        if policy.uses_deviations:
             return self._choose_by_deviation(policy, budget)
         chunks = [(span.start, span.end) for span in self._spans if bool(self._eligible[span.start])]
         return chunk_heads(chunks, budget)
 
     def _choose_by_votes(self, policy: Policy, budget: int) -> torch.Tensor:
         """Run the uncached tokens, the question above all, over the stale cache; loads the layers that it reaches."""
-        voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MOST_VOTERS:]
+        voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MAX_VOTERS:]
         if not len(voters):
             return self._uncached[:0]
-        layers = policy.voting_layers(len(self._subset.layers))
-        spread = policy.name == "query-spread"
-        ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), spread)
+        layers = voting_layers(len(self._subset.layers))
+        ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), policy.weigh_by_std)
         over = self._over(self._uncached, self._spans)
         kept = not self._fill.is_passing(over)
         self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=kept)
         self._num_loaded = layers.stop if kept else 0
         attention, votes = ballot.results()
-        if policy.name == "adaptive":
-            least = int(LEAST_SHARE * int(self._cached.sum()))
-            budget = min(budget, max(least, num_covering(votes, self._eligible)))
         chosen = top_voted(votes, self._eligible, budget)
         whole = float(attention[self._eligible].sum())
         self._report.covered = float(attention[chosen].sum()) / whole if whole else None
@@ -193,9 +182,9 @@ class _Request:
         candidates = self._writable[self._cached[self._writable]]
         eligible = self._eligible
         last = len(self._subset.layers) - 1
-        for layer, factor in GRADUAL if policy.name == "cacheblend-gradual" else ((1, 1.0),):
+        for layer, factor in GRADUAL if policy.selection == Selection.CACHEBLEND_GRADUAL else ((1, 1.0),):
             computed = torch.cat([self._uncached, candidates]).sort().values
-            of_keys = policy.name == "cacheblend-k"
+            of_keys = policy.selection == Selection.CACHEBLEND_K
             probe = Deviations(self._source, computed, min(layer, last), len(self._cached), of_keys=of_keys)
             self._fill.run(computed, self._all_spans, probe.see, stage="probe_ms")
             candidates = top_deviating(probe.deviations, eligible, int(factor * budget))
@@ -203,7 +192,7 @@ class _Request:
         return candidates
 
     def _recompute(
-        self, selected: torch.Tensor, spans: Sequence[Span], pace: Pace, *, shift: bool
+        self, selected: torch.Tensor, spans: Sequence[Span], budget: StepBudget, *, shift: bool
     ) -> Generator[None, None, None]:
         """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill.
 
@@ -212,9 +201,9 @@ class _Request:
         """
         any_spans, spans, done, num_loaded = bool(spans), list(spans), 0, self._num_loaded
         while done < len(selected):
-            if done or (self._report.probe_ms and not pace.alone):  # the probe was enough for one step
+            if done or (self._report.probe_ms and not budget.alone):  # the probe was enough for one step
                 yield
-            end = min(len(selected), done + max(1, pace.slice_tokens))
+            end = min(len(selected), done + max(1, budget.slice_tokens))
             if shift:
                 end = _past_span(selected, end, spans)
             part = selected[done:end]
@@ -258,7 +247,7 @@ def _past_span(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:
 
 
 def _exact_until(spans: Sequence[Span]) -> int:
-    """Where exactness ends: the KV of a span is what prefill computes if it stands behind what it was captured behind,
+    """Where exactness ends: the KV of a span is what prefill computes if it comes after what it was precomputed after,
     as the anchor does, and a chunk directly behind it."""
     end, before = 0, ROOT_HASH
     for span in spans[:2]:

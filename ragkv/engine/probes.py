@@ -3,14 +3,14 @@
 import torch
 
 from ragkv.engine.attention import soft_cap
-from ragkv.engine.fill import Loaded, Seen, Source, rows_in
+from ragkv.engine.loader import LayerView, LoadedSpan, Source, rows_in
 
 
 class Votes:
     """The attention of some tokens of the pass (the question's), by position, summed over heads and `layers`.
 
-    positions: of the pass; voters: which of its rows vote; spread: in the votes, each layer's attention to a token is
-    weighed by its KV's spread there, where the record has one. The pass ends with the last voting layer.
+    positions: of the pass; voters: which of its rows vote; v_std: in the votes, each layer's attention to a token is
+    weighed by its KV's v_std there, where the record has one. The pass ends with the last voting layer.
     """
 
     def __init__(
@@ -20,16 +20,16 @@ class Votes:
         voters: torch.Tensor,
         layers: range,
         num_tokens: int,
-        spread: bool = False,
+        v_std: bool = False,
     ) -> None:
-        self._source, self._layers, self._weigh = source, layers, spread
+        self._source, self._layers, self._weigh = source, layers, v_std
         device = source.subset.device
         self._voters, self._positions = voters.to(device), positions[voters].to(device)
         self._attention = torch.zeros(num_tokens, device=device)
         self._votes = torch.zeros(num_tokens, device=device)
         self._cached = torch.zeros(num_tokens, dtype=torch.bool)
 
-    def see(self, seen: Seen) -> bool:
+    def see(self, seen: LayerView) -> bool:
         if seen.layer in self._layers:
             self._vote(seen)
         return seen.layer == self._layers.stop - 1
@@ -39,7 +39,7 @@ class Votes:
         attention, votes = self._attention.cpu(), self._votes.cpu()
         return attention * self._cached, votes * self._cached
 
-    def _vote(self, seen: Seen) -> None:
+    def _vote(self, seen: LayerView) -> None:
         attention = self._source.subset.layers[seen.layer]
         scores = self._source.kernels.query_scores(
             seen.q[self._voters],
@@ -51,18 +51,18 @@ class Votes:
             soft_cap(attention),
         )
         self._attention += scores
-        for item, weight in zip(seen.loaded, _spreads(seen.loaded), strict=True):
+        for item, weight in zip(seen.loaded, _v_stds(seen.loaded), strict=True):
             part = slice(item.span.start, item.span.end)
             self._votes[part] += scores[part] * weight if self._weigh else scores[part]
             self._cached[part] = True
 
 
-def _spreads(loaded: list[Loaded]) -> list[torch.Tensor]:
-    """Of each token, `[T]` or a number for all. What was captured only once has the mean spread of the others: of it,
+def _v_stds(loaded: list[LoadedSpan]) -> list[torch.Tensor]:
+    """Of each token, `[T]` or a number for all. What was precomputed only once has the mean v_std of the others: of it,
     nothing is known."""
-    known = [item.kv.spread for item in loaded if item.kv.spread is not None]
+    known = [item.kv.v_std for item in loaded if item.kv.v_std is not None]
     mean = torch.cat(known).mean() if known else torch.ones(())
-    return [mean.to(item.kv.k.device) if item.kv.spread is None else item.kv.spread for item in loaded]
+    return [mean.to(item.kv.k.device) if item.kv.v_std is None else item.kv.v_std for item in loaded]
 
 
 class Deviations:
@@ -74,7 +74,7 @@ class Deviations:
         self._source, self._positions, self._layer, self._of_keys = source, positions, layer, of_keys
         self.deviations = torch.zeros(num_tokens)
 
-    def see(self, seen: Seen) -> bool:
+    def see(self, seen: LayerView) -> bool:
         if seen.layer < self._layer:
             return False
         for item in seen.loaded:
@@ -82,7 +82,7 @@ class Deviations:
             self.deviations[self._positions[rows]] = self._of_span(seen, item, rows).cpu()
         return True
 
-    def _of_span(self, seen: Seen, item: Loaded, rows: torch.Tensor) -> torch.Tensor:
+    def _of_span(self, seen: LayerView, item: LoadedSpan, rows: torch.Tensor) -> torch.Tensor:
         k, cached = item.kv.decoded()
         rotation = self._source.rotations[seen.layer]
         if self._of_keys:

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, field_validator
 
-from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Strip, Timings, Usage
+from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, TokenOrigins, Usage
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import (
     CLIENT_CLOSED_REQUEST,
@@ -47,7 +47,7 @@ class AnswerResponse(BaseModel):
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
     finish_reason: str
-    prompt: Strip | None = Field(description="Where each prompt token's KV came from; null unless `explain`")
+    prompt: TokenOrigins | None = Field(description="Where each prompt token's KV came from; null unless `explain`")
 
     @classmethod
     def of(cls, answer: Answer) -> "AnswerResponse":
@@ -60,7 +60,7 @@ class AnswerResponse(BaseModel):
             timings=answer.timings,
             plan=PlanResponse.model_validate(answer.plan, from_attributes=True) if answer.plan else None,
             finish_reason=answer.finish_reason,
-            prompt=answer.strip,
+            prompt=answer.origins,
         )
 
 

@@ -23,7 +23,7 @@ class StatusResponse(BaseModel):
 
 class HealthResponse(StatusResponse):
     counters: dict[str, int] = Field(
-        description="How often KV wasn't reused, by reason, and chunks captured again, since the start"
+        description="How often KV wasn't reused, by reason, and chunks precomputed again, since the start"
     )
 
 

@@ -11,11 +11,11 @@ from fastapi import APIRouter, File, Form, HTTPException, Query, Request, Respon
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ragkv.errors import DocumentError
+from ragkv.index.uploads import Status, Upload
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
 from ragkv.server.tenants import Tenants
 from ragkv.server.wire import ErrorResponse, SourceResponse, check_ready
 from ragkv.store.eviction import HINTS, Hint
-from ragkv.uploads import Status, Upload
 
 _MAX_NAME = 500
 _ERRORS: dict[int, str] = {
@@ -90,7 +90,7 @@ class ChunkResponse(BaseModel):
     ordinal: int
     num_tokens: int
     text: str
-    stored: bool = Field(description="Whether its KV is stored; otherwise it is captured when it is asked for")
+    stored: bool = Field(description="Whether its KV is stored; otherwise it is precomputed when it is asked for")
 
 
 class DocumentWithChunks(DocumentResponse):

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import MAIN
-from ragkv.server.patience import in_time
+from ragkv.server.timeouts import in_time
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20

@@ -14,7 +14,7 @@ from ragkv.errors import OverloadedError
 _BUSY_S = 1.0  # until a place is free, as a guess
 
 
-class Places:
+class Concurrency:
     """Requests that may be worked on at a time, of all tenants: the rest would only wait."""
 
     def __init__(self, count: int) -> None:
@@ -24,7 +24,7 @@ class Places:
 class Limits:
     """One tenant's. Lives in one event loop."""
 
-    def __init__(self, config: TenantConfig, places: Places) -> None:
+    def __init__(self, config: TenantConfig, places: Concurrency) -> None:
         self._config, self._places, self._taken = config, places, 0
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         requests, tokens = config.requests_per_minute, config.tokens_per_minute

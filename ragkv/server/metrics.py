@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
-from ragkv.canary import Drift
+from ragkv.background.canary import Drift
 from ragkv.errors import DeadlineError, StoreError
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer
@@ -153,7 +153,7 @@ class _Counters(Collector):
         self._counters = counters
 
     def collect(self) -> Iterable[Metric]:
-        text = "How often KV wasn't reused, by reason, and chunks captured again"
+        text = "How often KV wasn't reused, by reason, and chunks precomputed again"
         family = CounterMetricFamily("ragkv_kv_events", text, labels=["event"])
         counts: dict[str, int] = {}
         for name, count in self._counters().items():
@@ -168,8 +168,8 @@ class _Counters(Collector):
 
 
 _GAUGES = {
-    "captures": "Captures of chunks on disk",
-    "evicted_captures": "Captures that had to make room on disk and aren't back",
+    "entries": "Chunks on disk, one for each context they are precomputed in",
+    "evicted_entries": "Entries that had to make room on disk and aren't back",
     "disk_bytes": "What KV takes on disk",
     "memory_chunks": "Chunks whose KV lies ready in memory",
     "waiting_uploads": "Uploads that aren't indexed yet",

@@ -12,12 +12,12 @@ import uvicorn
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
-from ragkv.memory import return_large_blocks
+from ragkv.machine.malloc import return_large_blocks
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
-from ragkv.server.patience import listen
 from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
+from ragkv.server.timeouts import listen
 from ragkv.server.wire import Pipeline
 
 logger = logging.getLogger(__name__)

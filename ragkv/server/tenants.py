@@ -6,12 +6,12 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from ragkv.background.restore import RESTORE_EVENTS
 from ragkv.config import MAIN, Config, TenantConfig
-from ragkv.recapture import RECAPTURES
-from ragkv.server.limits import Limits, Places
+from ragkv.index.uploads import Uploads
+from ragkv.server.limits import Concurrency, Limits
 from ragkv.server.metrics import Metrics, Observed
 from ragkv.server.wire import Pipeline
-from ragkv.uploads import Uploads
 
 
 class Tenant:
@@ -30,7 +30,7 @@ class Tenants:
 
     def __init__(self, config: Config, pipelines: Mapping[str, Pipeline], uploads: Mapping[str, Path]) -> None:
         """uploads: the folder where each tenant's uploads are kept until they are indexed."""
-        self.config, places = config, Places(config.server.max_requests)
+        self.config, places = config, Concurrency(config.server.max_requests)
         self.metrics = Metrics(self._counters, self._gauges)
         self.metrics.ready.set_function(lambda: self.main.pipeline.is_ready)
         self._tenants = {
@@ -67,5 +67,5 @@ class Tenants:
         counters = Counter(self.main.pipeline.counters)
         for name, tenant in self._tenants.items():
             if name != MAIN:
-                counters.update({event: tenant.pipeline.counters[event] for event in RECAPTURES})
+                counters.update({event: tenant.pipeline.counters[event] for event in RESTORE_EVENTS})
         return dict(counters)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
-from ragkv.canary import Canary
+from ragkv.background.canary import Canary
 from ragkv.config import AnswerConfig
 from ragkv.errors import (
     BusyError,
@@ -30,12 +30,12 @@ from ragkv.errors import (
     QuotaError,
     RagKVError,
 )
-from ragkv.ingestion import IngestProgress, IngestReport
-from ragkv.policies import DESCRIPTIONS, FULL, SHIFT, Policy
+from ragkv.index.deletion import Deletion
+from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
 from ragkv.retriever.catalog import Chunk, DocumentInfo
 from ragkv.retriever.documents import Document
 from ragkv.store.eviction import HINTS, Hint
-from ragkv.upkeep import Deletion
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Choices(BaseModel):
     policy: str | None = Field(
         None,
         description="; ".join(f"`{name}`: {text}" for name, text in DESCRIPTIONS.items())
-        + f"; `+shift`: {SHIFT}; `+full`: {FULL}",
+        + f"; `+shift`, {SHIFT_DESCRIPTION}",
         examples=[*DESCRIPTIONS, "query+shift"],
     )
     budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")

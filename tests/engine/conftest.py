@@ -14,8 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same co
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "auto")
 
 from ragkv import models
-from ragkv.bench import text_tokens
 from ragkv.config import EMBEDDED_MODEL
+from ragkv.controller.requests import text_tokens
 from ragkv.errors import ModelError
 from ragkv.prompt import PromptLayout
 

@@ -9,7 +9,7 @@ import pytest
 from ragkv.config import ModelConfig
 from ragkv.engine.connector import WorkerExtension
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import ROOT_HASH, CaptureTask, FuseTask, Report, Span
+from ragkv.engine.task import ROOT_HASH, FuseTask, PrecomputeTask, Report, Span
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
@@ -63,13 +63,15 @@ class Harness:
     def ask_now(self, *args, **kwargs):
         return self.run(self.ask(*args, **kwargs))
 
-    def capture(self, anchor, chunks):
+    def precompute(self, anchor, chunks):
         async def all_at_once():
-            captures = [self.engine.capture(anchor, CaptureTask(Span(0, len(anchor), chunk_hash(anchor), ROOT_HASH)))]
+            num_contexts = [
+                self.engine.precompute(anchor, PrecomputeTask(Span(0, len(anchor), chunk_hash(anchor), ROOT_HASH)))
+            ]
             for chunk in chunks:
                 span = Span(len(anchor), len(anchor) + len(chunk), chunk_hash(chunk), chunk_hash(anchor))
-                captures.append(self.engine.capture([*anchor, *chunk], CaptureTask(span)))
-            await asyncio.gather(*captures)
+                num_contexts.append(self.engine.precompute([*anchor, *chunk], PrecomputeTask(span)))
+            await asyncio.gather(*num_contexts)
 
         self.run(all_at_once())
 
@@ -127,14 +129,14 @@ class Switchable(WorkerExtension):
         connector.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
 
     def use_blocks_of_vllm(self, wanted: bool):
-        from ragkv.engine.fill import Source
+        from ragkv.engine.loader import Source
 
         own = Source.own_blocks = getattr(Source, "own_blocks", Source.blocks)
         Source.blocks = (lambda source, job: 2 * own(source, job)[1:]) if wanted else own
 
     def places(self) -> list[str]:
         """Over what the passes since the last call attended by our kernel, one after the other."""
-        from ragkv.engine import fill
+        from ragkv.engine import loader as fill
 
         if not hasattr(fill, "own_selective"):
             fill.own_selective, fill.places = fill.selective, []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.engine.blocks import InPlace, Ordered, find_views
+from ragkv.engine.blocks import ContiguousKV, PagedBlocks, find_views
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, SIZE = 8, 5, 3, 4
 LAYOUTS = {
@@ -51,7 +51,7 @@ class Backend:
 def test_a_backend_s_layout_is_found_by_what_it_writes(layout):
     backend = Backend(*LAYOUTS[layout])
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:11]
-    blocks = InPlace(backend, find_views(backend), slots, torch.arange(NUM_BLOCKS))
+    blocks = PagedBlocks(backend, find_views(backend), slots, torch.arange(NUM_BLOCKS))
     key_cache, value_cache = blocks.caches(0)
     assert key_cache.shape == value_cache.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
     k, v = torch.randn(2, 11, HEADS, SIZE)
@@ -66,7 +66,7 @@ def test_keys_of_a_request_come_in_order_from_the_backend_s_blocks():
     block_ids = torch.tensor([4, 1])
     positions = torch.arange(13)
     slots = block_ids[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    blocks = InPlace(backend, find_views(backend), slots, block_ids)
+    blocks = PagedBlocks(backend, find_views(backend), slots, block_ids)
     k, v = torch.randn(2, 13, HEADS, SIZE)
     blocks.put(0, positions, k, v)
     assert torch.equal(blocks.keys(0), k.transpose(0, 1))
@@ -87,7 +87,7 @@ def test_another_layout_is_left_alone():
 def test_what_lies_in_order_reaches_the_backend_when_it_is_flushed():
     backend = Backend(*LAYOUTS["blocks, HND"])
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:20]
-    blocks = Ordered(backend, slots)
+    blocks = ContiguousKV(backend, slots)
     k, v = torch.randn(2, 20, HEADS, SIZE)
     blocks.put(0, torch.arange(20), k, v)
     assert torch.equal(blocks.keys(0), k.transpose(0, 1))

@@ -78,7 +78,7 @@ def check_behind_a_fused_prefix(harness, anchor, chunks, question):
         harness.tell("places")
         found.append(harness.ask_now(*lay_out(anchor, chunks, question, "query:0.2"), salt=f"goes on {own}"))
         assert found[-1].report.prefix_tokens > len(anchor) + len(chunks[0])
-        assert harness.tell("places") == (["InPlace", "InPlace"] if own else [])
+        assert harness.tell("places") == (["PagedBlocks", "PagedBlocks"] if own else [])
     assert_same(*found)
 
 
@@ -88,7 +88,7 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
     try:
         assert harness.engine.unsupported is None
         anchor, chunks, question = parts()
-        harness.capture(anchor, chunks)
+        harness.precompute(anchor, chunks)
         token_ids, _ = lay_out(anchor, chunks, question, "none")
         exact = harness.ask_now(token_ids)
         for policy in ("full", "query:1.0"):
@@ -104,7 +104,7 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
             harness.tell("use_slices_of", 30)
             harness.tell("places")
             assert_same(some, harness.ask_now(*lay_out(anchor, chunks, question, policy)))
-            assert harness.tell("places")[-2:] == ["InPlace", "InPlace"]
+            assert harness.tell("places")[-2:] == ["PagedBlocks", "PagedBlocks"]
             harness.tell("use_slices_of", None)
         check_behind_a_fused_prefix(harness, anchor, chunks, question)
     finally:
@@ -120,7 +120,7 @@ def test_the_passes_that_cuda_gets_answer_the_same(runner, tmp_path, monkeypatch
     try:
         anchor, chunks, question = parts()
         chunks = [chunk[:60] for chunk in chunks[:3]]
-        harness.capture(anchor, chunks)
+        harness.precompute(anchor, chunks)
         for policy in ("none", "query:0.2", "query+shift:0.2", "cacheblend:0.2"):
             expected = harness.ask_now(*lay_out(anchor, chunks, question, policy))
             harness.tell("use_blocks_of_vllm", True)
@@ -130,7 +130,7 @@ def test_the_passes_that_cuda_gets_answer_the_same(runner, tmp_path, monkeypatch
                 found = harness.ask_now(*lay_out(anchor, chunks, question, policy))
                 assert_same(found, expected)
                 assert found.report.recomputed_runs == expected.report.recomputed_runs
-                assert set(harness.tell("places")) == {"InPlace"}
+                assert set(harness.tell("places")) == {"PagedBlocks"}
             harness.tell("use_slices_of", None)
             harness.tell("use_blocks_of_vllm", False)
     finally:
@@ -159,7 +159,7 @@ def test_preempted_requests_and_a_restarted_engine_answer_the_same(runner, tmp_p
     anchor, chunks, question = parts()
     requests = [lay_out(anchor, random.Random(i).sample(chunks, 4), question, "query:0.2") for i in range(6)]
     harness = start(runner, FUSED["llama"](), tmp_path)
-    harness.capture(anchor, chunks)
+    harness.precompute(anchor, chunks)
     expected = [harness.ask_now(*request, max_tokens=300) for request in requests]
     harness.close()
     # 16 blocks of 128 tokens: two requests of 632 + 300 tokens at most, so that the others wait or are preempted

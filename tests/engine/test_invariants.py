@@ -13,7 +13,7 @@ from store_samples import drop_cached
 from tokenizers import Tokenizer
 
 from ragkv.engine.connector import slice_tokens
-from ragkv.engine.job import Span
+from ragkv.engine.task import Span
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
@@ -26,7 +26,7 @@ NUM_CHUNKS = 6
 @pytest.fixture(scope="module")
 def chunks(harness, anchor, text):
     chunks = [text[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS] for i in range(NUM_CHUNKS)]
-    harness.capture(anchor, chunks)
+    harness.precompute(anchor, chunks)
     return chunks
 
 
@@ -55,7 +55,7 @@ def test_recomputing_all_that_is_cached_is_exact(harness, anchor, chunks, questi
 
 
 def test_text_without_kv_is_computed_where_it_stands(harness, anchor, chunks, question, text):
-    """A chunk that nobody captured, between chunks that are cached."""
+    """A chunk that nobody precomputed, between chunks that are cached."""
     unknown = text[5000:5200]
     token_ids, task = lay_out(anchor, [chunks[0], unknown, chunks[1]], question, "query:1.0")
     fused = harness.ask_now(token_ids, task)
@@ -152,13 +152,13 @@ def test_an_aborted_request_leaves_the_engine_well(harness, anchor, chunks, ques
 
 def test_what_waits_for_its_turn_is_read_meanwhile(harness, anchor, text, question):
     chunks = [text[i : i + 150] for i in range(7000, 7600, 150)]
-    harness.capture(anchor, chunks)
+    harness.precompute(anchor, chunks)
     long, waiting = lay_out(anchor, [text[:6000]], question, "full"), lay_out(anchor, chunks, question, "query:0.15")
     keys = [key_of(harness, chunk, anchor) for chunk in chunks]
 
     async def both(store):
         requests = [asyncio.create_task(harness.ask(*request, max_tokens=1)) for request in (long, waiting)]
-        while not all(map(store.is_near, keys)) and not requests[0].done():
+        while not all(map(store.in_page_cache, keys)) and not requests[0].done():
             await asyncio.sleep(0.01)
         in_time = not requests[0].done()
         await asyncio.gather(*requests)
@@ -193,13 +193,13 @@ def damaged(harness, chunk, anchor, layer):
 @pytest.mark.parametrize("layer", [0, 17, 29])
 def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, question, policy, layer):
     chunks = [text[i : i + 150] for i in range(6000, 6600, 150)]
-    harness.capture(anchor, chunks)
+    harness.precompute(anchor, chunks)
     token_ids, task = lay_out(anchor, chunks, question, policy)
     damaged(harness, chunks[2], anchor, layer)
     found = harness.ask_now(token_ids, task)
     assert (found.report.corrupt_chunks, found.report.missing_chunks) == (1, 0)
     assert harness.engine.counters["corrupt_chunks"] >= 1
-    # the same request with that chunk never captured
+    # the same request with that chunk never precomputed
     unknown_anchor = Span(*[getattr(task.spans[3], name) for name in ("start", "end")], "a" * 32, "b" * 32)
     without = type(task)((*task.spans[:3], unknown_anchor, *task.spans[4:]), task.policy)
     assert_same(found, harness.ask_now(token_ids, without))
@@ -210,7 +210,7 @@ def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, quest
 def test_serving_holds_no_second_copy_of_the_context(harness, anchor, text, question):
     """While 7,000 tokens are fused, the process grows by less than a few layers of their KV."""
     chunks = [text[i : i + 500] for i in range(0, 7000, 500)]
-    harness.capture(anchor, chunks)
+    harness.precompute(anchor, chunks)
     token_ids, task = lay_out(anchor, chunks, question, "query:0.02")
     harness.ask_now(token_ids, task, max_tokens=1)  # whatever a first request allocates for good
     processes = psutil.Process().children(recursive=True)

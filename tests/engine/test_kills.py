@@ -40,13 +40,13 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
         **os.environ,
         "RAGKV_HOME": str(tmp_path / "home"),
         "RAGKV_ANSWER__CONTROLLER": "false",
-        "RAGKV_INDEX__CAPTURES": "2",
+        "RAGKV_INDEX__NUM_CONTEXTS": "2",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     command = [sys.executable, "-m", "ragkv", "index", str(folder)]
     config = Config(home=tmp_path / "home")
     log = tmp_path / "log"
-    for records, is_alone in ((1, True), (900, False)):  # among the first captures, among the averages
+    for records, is_alone in ((1, True), (900, False)):  # among the first contexts, among the averages
         with log.open("w") as output:
             process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
         deadline = time.monotonic() + 600

@@ -90,10 +90,10 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
 
 def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
     stats = pipeline.workspace.store.stats()
-    assert config.index.captures > 1
+    assert config.index.num_contexts > 1
     assert stats.num_records == 30 * (1 + 2 * (stats.num_chunks - 1))  # the anchor has no average
-    *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.1", fresh=True))
-    assert (answer.policy, answer.fallback) == ("query-spread+shift:0.1", None)
+    *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.1", fresh=True))
+    assert (answer.policy, answer.fallback) == ("guided:0.1", None)
 
 
 def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, pipeline):
@@ -101,7 +101,7 @@ def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, p
     known, end = sorted(set(store.chunk_hashes()) - {kv.anchor_hash})[:2], kv.anchor_span.end
     prompt = Prompt([], end, [(end, end + 5), (end + 5, end + 9), (end + 9, end + 12)])
     task = kv.task(prompt, [*known, "f" * 32], Policy("none"), store)
-    assert [span.anchor_hash for span in task.spans[1:]] == [kv.anchor_hash, kv.average_hash, kv.anchor_hash]
+    assert [span.anchor_hash for span in task.spans[1:]] == [kv.anchor_hash, kv.mean_hash, kv.anchor_hash]
 
 
 def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
@@ -233,7 +233,7 @@ def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline
 def test_the_second_request_for_a_chunk_finds_it_in_memory(runner, pipeline, corpus):
     store = pipeline.workspace.store
     rewrite(store)
-    policy = "query-spread+shift:0.15"
+    policy = "guided:0.15"
     first, second = (runner.run(events_of(pipeline, QUESTIONS[1], policy, fresh=True))[-1] for _ in range(2))
     usage = second.usage
     assert first.fallback is None and first.usage.memory_tokens == 0
@@ -272,7 +272,7 @@ def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, 
         *_, after = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
     assert after.fallback is None and after.text == before.text
     assert replace(after.usage, memory_tokens=0) == replace(before.usage, memory_tokens=0)
-    assert pipeline.counters["recaptured_chunks"] >= 1
+    assert pipeline.counters["restored_chunks"] >= 1
     store.delete(chunks)  # for the tests that follow
     runner.run(pipeline.ingest([corpus]))
     assert store.verify().num_records == verified.num_records
@@ -351,29 +351,29 @@ def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):
 
 
 def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, corpus):
-    *_, before = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+    *_, before = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
     assert before.plan is None
     chunks = set(pipeline.workspace.store.chunk_hashes())
     try:
         profile = runner.run(pipeline.profile())
         assert profile.prefill_ms(2000) > profile.prefill_ms(500) > 0
-        assert set(pipeline.workspace.store.chunk_hashes()) == chunks  # what was captured for it is gone
+        assert set(pipeline.workspace.store.chunk_hashes()) == chunks  # what was precomputed for it is gone
         assert pipeline._profiles.load() == profile
-        *_, after = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+        *_, after = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         assert after.plan.predicted_ms <= after.plan.prefill_ms
         assert after.fallback is None
         if after.plan.way == "fuse":
             assert after.policy == before.policy and after.text == before.text
         pipeline._profile = replace(profile, fused=(1e6,) * 6)  # fusion takes for ever
-        *_, left = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+        *_, left = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         *_, full = runner.run(events_of(pipeline, QUESTIONS[0], "full", top_k=6, fresh=True))
         assert (left.plan.way, left.policy, left.usage.reused_tokens) == ("prefill", "full", 0)
         assert left.text == full.text and full.plan is None
         pipeline._profile = profile
         pipeline.workspace.store.delete(chunks)
-        *_, lost = runner.run(events_of(pipeline, QUESTIONS[0], "query-spread+shift:0.05", top_k=6, fresh=True))
+        *_, lost = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         assert lost.plan.way == "prefill" and "no usable KV" in lost.fallback and lost.text == full.text
-        assert pipeline._recapture._lost  # though the worker was never asked
+        assert pipeline._restorer._lost  # though the worker was never asked
         runner.run(pipeline.ingest([corpus]))
         *_, other = runner.run(events_of(pipeline, QUESTIONS[0], "none", top_k=6, fresh=True))
         assert other.plan is None and other.policy == "none"

@@ -52,7 +52,7 @@ async def end_at_work(pipeline):
 
 def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
-    index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "captures": 1}
+    index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "num_contexts": 1}
     config = Config(home=home, model=model, index=index, answer={"controller": False})
     bodies = [{"question": f"Who wrote note {i}?", "max_tokens": 60, "stream": i % 2 == 0} for i in range(16)]
     text = "\n\n".join(f"Note {i} was written by person {i} in the year {1900 + i}. " * 6 for i in range(12))

@@ -32,7 +32,7 @@ def clients(runner, home):
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
     reads = {"zeta": ["handbook"]}
     tenants = {n: {"keys": {"key": hash_of(key)}, "reads": reads.get(n, [])} for n, key in KEYS.items()}
-    index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "captures": 2}
+    index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "num_contexts": 2}
     config = Config(home=home, model=model, index=index, tenants=tenants, answer={"controller": False})
 
     async def open_all():

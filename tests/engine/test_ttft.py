@@ -25,9 +25,9 @@ def test_a_model_without_its_weights_is_timed(runner, smollm, tmp_path):
         model=ModelConfig(name=str(folder), dtype="float32", max_model_len=1024, kv_cache_gib=1),
         index=IndexConfig(chunk_tokens=128),
     )
-    policies = [Policy.parse("query-spread+shift:0.05"), Policy.parse("none")]
+    policies = [Policy.parse("guided:0.05"), Policy.parse("none")]
     runner.run(ttft.run(config, [512], policies, 1, rows.append, random_weights=True))
-    assert [row["policy"] for row in rows] == ["query-spread+shift", "none"]
+    assert [row["policy"] for row in rows] == ["guided", "none"]
     for row in rows:
         assert row["random_weights"] and row["tokens"] == row["reused_tokens"] + row["recomputed_tokens"] == 512
         assert row["ttft_ms"] > 0 and row["baseline_ttft_ms"] > 0

@@ -72,7 +72,7 @@ def play(monkeypatch, tmp_path, end, seconds):
 
     @contextmanager
     def process(command, environment):
-        assert environment["RAGKV_HOME"] == str(tmp_path) and "RAGKV_INDEX__CAPTURES" in environment
+        assert environment["RAGKV_HOME"] == str(tmp_path) and "RAGKV_INDEX__NUM_CONTEXTS" in environment
         with PROCESS([sys.executable, "-c", ENDLESS.format(end=end), json.dumps(EVENTS)], environment) as started:
             yield started
 

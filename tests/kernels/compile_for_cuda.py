@@ -12,7 +12,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
-from ragkv.kernels.kv_fuse import Learned, Staged
+from ragkv.kernels.kv_fuse import KVShift, Staged
 from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
 from ragkv.kernels.query_scores.triton_kernel import query_scores
 from ragkv.kernels.rotation import Rotation
@@ -48,9 +48,9 @@ def compile_all(head_size, dtype, stored, **options):
     scales = (torch.ones(KV_HEADS, 1, head_size), torch.ones(KV_HEADS, TOKENS, 1)) if stored.itemsize == 1 else ()
     cache, angles = torch.zeros(3, 16, KV_HEADS, head_size, dtype=dtype), torch.zeros(TOKENS, head_size // 2)
     mean = torch.zeros(KV_HEADS, head_size)
-    learned = Learned(mean, mean, torch.ones(TOKENS), 0)
+    shifts = KVShift(mean, mean, torch.ones(TOKENS), 0)
     chunk = Staged(k, k, torch.arange(TOKENS), 3, *scales)
-    kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), cache, cache, [learned])
+    kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), cache, cache, [shifts])
     kv_deviation(fresh, k.to(dtype), positions)
     query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), 0.1, **options)
     sinks = torch.zeros(HEADS) if options else None

@@ -5,7 +5,7 @@ import torch
 from implementations import DEVICE, TOLERANCE, implementations
 from rope_reference import table
 
-from ragkv.kernels.kv_fuse import Learned, Staged, kv_fuse_reference
+from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.rotation import Rotation
 
 BLOCK_SIZE = 16
@@ -68,21 +68,21 @@ def request(lengths, num_heads, head_size, stored):
 
 def lessons(chunks):
     """What recomputed tokens teach, of every chunk but the second."""
-    generator, learned, start = torch.Generator().manual_seed(1), [], 0
+    generator, shifts, start = torch.Generator().manual_seed(1), [], 0
     for chunk in chunks:
         num_heads, num_tokens, head_size = chunk.k.shape
         k, v = (torch.randn(num_heads, head_size, generator=generator).to(DEVICE) for _ in range(2))
         weights = torch.rand(num_tokens, generator=generator).to(DEVICE)
-        learned.append(None if len(learned) == 1 else Learned(k, v, weights, start))
+        shifts.append(None if len(shifts) == 1 else KVShift(k, v, weights, start))
         start += num_tokens
-    return learned
+    return shifts
 
 
-def check(kv_fuse, chunks, turning, layout, num_blocks, dtype, learned=None):
+def check(kv_fuse, chunks, turning, layout, num_blocks, dtype, shifts=None):
     num_heads, _, head_size = chunks[0].k.shape
     found, expected = (caches(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
-    kv_fuse(chunks, turning, *found, learned)
-    kv_fuse_reference(chunks, turning, *expected, learned)
+    kv_fuse(chunks, turning, *found, shifts)
+    kv_fuse_reference(chunks, turning, *expected, shifts)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.isnan(), other.isnan())  # all that is to be is written, and nothing else
         torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from rope_reference import rope, table
 
-from ragkv.kernels.kv_fuse import Learned, Staged, kv_fuse_reference
+from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.shift import DAMPING, averaging, learn, shift_weights
 
@@ -16,9 +16,9 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
         return keys.float() if rotation is None else rotation.rotate(keys.float(), -(start + offsets))
 
     ((mean_k, mean_v),) = learn(back(fresh_k), fresh_v, back(k[:, offsets]), v[:, offsets], averaging([len(offsets)]))
-    lesson = Learned(mean_k, mean_v, weights, start)
+    mean_shift = KVShift(mean_k, mean_v, weights, start)
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
-    kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]))], rotation, *caches, [lesson])
+    kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]))], rotation, *caches, [mean_shift])
     return [cache[0].transpose(0, 1) for cache in caches]
 
 
@@ -78,13 +78,13 @@ def test_keys_without_positions_move_like_values():
 
 
 def test_weights_follow_the_spread_and_are_bounded():
-    spread = torch.tensor([0.0, 1.0, 2.0, 100.0])
+    v_std = torch.tensor([0.0, 1.0, 2.0, 100.0])
     offsets = torch.tensor([1])
     part = 1 / (1 + DAMPING)
     assert shift_weights(None, offsets, 4).tolist() == pytest.approx([part] * 4)
-    assert shift_weights(spread, offsets, 4).tolist() == pytest.approx([0, part, 2 * part, 2 * part])
+    assert shift_weights(v_std, offsets, 4).tolist() == pytest.approx([0, part, 2 * part, 2 * part])
 
 
 def test_weights_are_numbers_even_where_nothing_varied():
-    for spread in (torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])):
-        assert bool(shift_weights(spread, torch.tensor([0]), 4).isfinite().all())
+    for v_std in (torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])):
+        assert bool(shift_weights(v_std, torch.tensor([0]), 4).isfinite().all())

@@ -14,18 +14,18 @@ import pytest
 import uvicorn
 
 from ragkv import server
-from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Run, Source, Strip, Timings, Usage
-from ragkv.canary import Canary
+from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Run, Source, Timings, TokenOrigins, Usage
+from ragkv.background.canary import Canary
+from ragkv.background.idle import Idle
 from ragkv.config import MAIN, Config
-from ragkv.controller import Plan
-from ragkv.idle import Idle
-from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.controller.cost_model import Plan
+from ragkv.index.deletion import Deletion
+from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import source_file
-from ragkv.server.patience import listen
 from ragkv.server.tenants import Tenants
-from ragkv.upkeep import Deletion
+from ragkv.server.timeouts import listen
 
 SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
 ANSWER = Answer(
@@ -40,7 +40,7 @@ ANSWER = Answer(
     finish_reason="stop",
     fallback="the model's layers all slide",
 )
-STRIP = Strip(
+STRIP = TokenOrigins(
     [f" t{i}" for i in range(30)], [Run(0, 5, "prefix", None), Run(5, 25, "disk", 0), Run(25, 30, "computed", None)]
 )
 SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
@@ -116,10 +116,10 @@ class ScriptedPipeline(Library):
 
     def play(self, script=SCRIPT) -> None:
         self.is_ready = True
-        self.gauges = {"captures": 7, "evicted_captures": 2, "disk_bytes": 7000, "memory_chunks": 3}
-        self.counters = {"corrupt_chunks": 1, "recaptured_chunks": 0, "failed_recaptures": 0}
+        self.gauges = {"entries": 7, "evicted_entries": 2, "disk_bytes": 7000, "memory_chunks": 3}
+        self.counters = {"corrupt_chunks": 1, "restored_chunks": 0, "failed_restores": 0}
         self.script = script
-        self.strip = STRIP
+        self.origins = STRIP
         self.asked: list[tuple[str, AnswerOptions]] = []
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
@@ -135,7 +135,7 @@ class ScriptedPipeline(Library):
                     self.waiting.set()
                     await step.wait()
                 elif isinstance(step, Answer) and options.explain:
-                    yield replace(step, strip=self.strip)
+                    yield replace(step, origins=self.origins)
                 else:
                     yield step
         except (asyncio.CancelledError, GeneratorExit):

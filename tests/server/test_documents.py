@@ -211,7 +211,7 @@ def test_a_document_that_is_not_indexed_yet_can_be_deleted(pipeline, client, tmp
 
 
 def test_too_many_uploads_wait(pipeline, client, monkeypatch) -> None:
-    monkeypatch.setattr("ragkv.uploads.MAX_WAITING", 2)
+    monkeypatch.setattr("ragkv.index.uploads.MAX_WAITING", 2)
     pipeline.obstacles = [StoreError("no space")]
     assert [upload(client, (f"{i}.txt", b"text")).status_code for i in range(2)] == [202, 202]
     response = upload(client, ("c.txt", b"text"))

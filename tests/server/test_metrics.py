@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import ANSWER, SCRIPT
 
-from ragkv.canary import Drift
+from ragkv.background.canary import Drift
 from ragkv.config import MAIN
 from ragkv.errors import ContextTooLongError, StoreError
 
@@ -50,8 +50,8 @@ def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
     assert found["ragkv_plan_ttft_ratio_sum", "fuse"] == pytest.approx(3 * 20 / 21)
     assert found["ragkv_kv_events_total", "corrupt_chunks"] == 1
     assert found["process_resident_memory_bytes",] > 1e7
-    store = {name: found[f"ragkv_store_{name}",] for name in ("captures", "evicted_captures", "disk_bytes")}
-    assert store == {"captures": 7, "evicted_captures": 2, "disk_bytes": 7000}
+    store = {name: found[f"ragkv_store_{name}",] for name in ("entries", "evicted_entries", "disk_bytes")}
+    assert store == {"entries": 7, "evicted_entries": 2, "disk_bytes": 7000}
     assert (found["ragkv_store_memory_chunks",], found["ragkv_store_waiting_uploads",]) == (3, 0)
     assert found["ragkv_ready",] == 1 and found["ragkv_budget", MAIN] == 0.2
 
@@ -85,12 +85,12 @@ def test_ready(pipeline, client) -> None:
 
 def test_labels_stay_few_whatever_clients_choose(pipeline, client) -> None:
     for i in range(5):
-        label, reason = f"query+full[0.{i}]:0.{i}", f"no usable KV for {i} of 6 chunks"
+        label, reason = f"query+shift:0.{i}", f"no usable KV for {i} of 6 chunks"
         pipeline.script = [*SCRIPT[:-1], replace(ANSWER, policy=label, fallback=reason)]
         pipeline.counters = {f"full_prefill: no space for {n} bytes": 2 for n in range(i + 1)}
         client.post("/v1/answer", json=QUESTION)
     found = samples(client)
-    assert found["ragkv_ttft_seconds_count", "query+full"] == 5
+    assert found["ragkv_ttft_seconds_count", "query+shift"] == 5
     assert found["ragkv_fallbacks_total", "no usable KV for N of N chunks"] == 5
     assert found["ragkv_kv_events_total", "full_prefill: no space for N bytes"] == 10
 

@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from server_harness import ANSWER, CONFIG, SCRIPT, SOURCE, ScriptedPipeline, running
 
 from ragkv import server
-from ragkv.answer import AnswerOptions, Delta, Retrieved, Run, Strip, Timings, Usage
+from ragkv.answer import AnswerOptions, Delta, Retrieved, Run, Timings, TokenOrigins, Usage
 from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.policies import Policy
@@ -26,14 +26,14 @@ AXE = "axe-core@4.14.1"
 LENGTHS = {"prefix": 5, "memory": 9, "disk": 11, "recomputed": 2, "computed": 3}  # as ANSWER's usage has it
 
 
-def explained(lengths: dict[str, int]) -> Strip:
+def explained(lengths: dict[str, int]) -> TokenOrigins:
     """A prompt with runs of these lengths, all of one source but the first and the last."""
     runs, start = [], 0
     for kind, length in lengths.items():
         source = None if kind in ("prefix", "computed") else 0
         runs.append(Run(start, start + length, kind, source))
         start += length
-    return Strip([f" t{i}" for i in range(start)], runs)
+    return TokenOrigins([f" t{i}" for i in range(start)], runs)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def chrome():
 @pytest.fixture
 def pipeline(tmp_path):
     pipeline = ScriptedPipeline(tmp_path)
-    pipeline.strip = explained(LENGTHS)
+    pipeline.origins = explained(LENGTHS)
     return pipeline
 
 
@@ -130,7 +130,7 @@ def test_names_and_texts_of_strangers_stay_text(pipeline, api, page) -> None:
     source = replace(SOURCE, document_id=HOSTILE, title=HOSTILE, text=HOSTILE)
     pipeline.script = [Retrieved([source]), Delta(HOSTILE), replace(ANSWER, fallback=HOSTILE)]
     pipeline.counters = {HOSTILE: 1}
-    pipeline.strip = replace(pipeline.strip, tokens=[HOSTILE] * len(pipeline.strip.tokens))
+    pipeline.origins = replace(pipeline.origins, tokens=[HOSTILE] * len(pipeline.origins.tokens))
     api.documents = {HOSTILE: HOSTILE}
     page.open().ask()
     page.until(lambda: page["answer-facts"].text)
@@ -196,7 +196,7 @@ def test_cells_are_drawn_in_the_colours_and_heights_of_their_kinds(page) -> None
 
 
 def test_eight_thousand_tokens_are_drawn_at_once(pipeline, page) -> None:
-    pipeline.strip = explained({"prefix": 30, "memory": 3000, "disk": 4500, "recomputed": 400, "computed": 70})
+    pipeline.origins = explained({"prefix": 30, "memory": 3000, "disk": 4500, "recomputed": 400, "computed": 70})
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
     assert page.texts("#kinds td:nth-child(2)") == ["30", "3,000", "4,500", "400", "70"]
@@ -209,7 +209,7 @@ def test_eight_thousand_tokens_are_drawn_at_once(pipeline, page) -> None:
         document.querySelector("#strip canvas").getContext("2d").getImageData(0, 0, 1, 1);
         return performance.now() - begin;
     """,
-        asdict(pipeline.strip),
+        asdict(pipeline.origins),
     )
     assert took_ms < 500
 

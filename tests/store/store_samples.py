@@ -31,7 +31,7 @@ def drop_cached(store, keys):
     """Have the system forget these chunks, or skip the test where it can't."""
     for _ in range(100):  # what is being written just now can't be dropped
         store.drop_cached(keys)
-        if not any(map(store.is_near, keys)):
+        if not any(map(store.in_page_cache, keys)):
             return
         time.sleep(0.02)
     pytest.skip("this file system keeps its files in memory")

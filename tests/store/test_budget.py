@@ -35,7 +35,7 @@ def test_records_never_take_more_than_the_budget(tmp_path, eviction):
     for n in range(40):
         size = rng.choice([20, 100, 150])
         store.put([(make_key(chunk=n), make_layers(num_tokens=size)) for n in range(n, n + rng.choice([1, 2]))])
-        store.use([make_key(chunk=rng.randrange(n + 1))])
+        store.touch([make_key(chunk=rng.randrange(n + 1))])
         assert used_bytes(store) <= 4 * CHUNK_BYTES
         assert n in held(store)
     assert len(set(store.chunk_hashes(evicted=True)) - set(store.chunk_hashes())) > 20
@@ -46,13 +46,13 @@ def test_records_never_take_more_than_the_budget(tmp_path, eviction):
 def test_what_is_used_stays(tmp_path):
     store = open_store(tmp_path)
     put(store, 1, 2, 3, 4)
-    store.use([make_key(chunk=n) for n in (1, 2, 4, 1, 2, 4)])
+    store.touch([make_key(chunk=n) for n in (1, 2, 4, 1, 2, 4)])
     put(store, 5)
     assert held(store) == {1, 2, 4, 5}
     put(store, 6)
     assert held(store) == {1, 2, 4, 6}
     gauges = store.gauges()
-    assert (gauges["captures"], gauges["evicted_captures"]) == (4, 2)
+    assert (gauges["entries"], gauges["evicted_entries"]) == (4, 2)
     assert gauges["disk_bytes"] == store._files.size_on_disk()
     store.close()
 
@@ -60,11 +60,11 @@ def test_what_is_used_stays(tmp_path):
 def test_what_was_evicted_comes_back_with_its_history(tmp_path):
     store = open_store(tmp_path, eviction="lfu")
     put(store, 1, 2, 3, 4)
-    store.use([make_key(chunk=n) for n in (1, 1, 1, 2, 2, 3, 3, 4, 4)])
+    store.touch([make_key(chunk=n) for n in (1, 1, 1, 2, 2, 3, 3, 4, 4)])
     put(store, 5)
     assert held(store) == {1, 5, 3, 4}
     assert "2".zfill(32) in store.chunk_hashes(evicted=True)
-    store.use([make_key(chunk=2)] * 3)
+    store.touch([make_key(chunk=2)] * 3)
     store.close()
     store = open_store(tmp_path, eviction="lfu")
     put(store, 2)
@@ -78,7 +78,7 @@ def test_hints(tmp_path):
     put(store, 1, 2, 3, 4)
     store.hint([make_key(chunk=1).chunk_hash], "pin")
     store.hint([make_key(chunk=2).chunk_hash], "session")
-    store.use([make_key(chunk=n) for n in (3, 4, 4, 4)])
+    store.touch([make_key(chunk=n) for n in (3, 4, 4, 4)])
     store.hint([make_key(chunk=4).chunk_hash], "ephemeral")
     put(store, 5)
     assert held(store) == {1, 2, 3, 5}

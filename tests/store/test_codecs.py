@@ -79,10 +79,10 @@ def test_zeros_stay_zeros(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-@pytest.mark.parametrize("spread", [None, torch.arange(50.0)], ids=["single", "average"])
-def test_a_record_says_its_codec(codec, spread):
+@pytest.mark.parametrize("v_std", [None, torch.arange(50.0)], ids=["single", "average"])
+def test_a_record_says_its_codec(codec, v_std):
     k, v = make_kv(dtype=torch.bfloat16)
-    value = encode(b"key", LayerKV(k, v, 5, spread), codec)
+    value = encode(b"key", LayerKV(k, v, 5, v_std), codec)
     found = decode(b"key", value)
     expected = codec.split(memoryview(codec.encode(k, v)), k.shape, k.dtype)
     assert torch.equal(found.k, expected.k) and torch.equal(found.v, expected.v)
@@ -90,7 +90,7 @@ def test_a_record_says_its_codec(codec, spread):
     for some, all_of_them in zip(found.decoded(tokens), found.decoded(), strict=True):
         assert torch.equal(some, all_of_them[:, tokens])
     assert found.base_position == 5
-    assert found.spread is None if spread is None else torch.equal(found.spread, spread)
+    assert found.v_std is None if v_std is None else torch.equal(found.v_std, v_std)
     for position in range(0, len(value), 97):
         damaged = bytearray(value)
         damaged[position] ^= 16

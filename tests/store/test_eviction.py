@@ -19,15 +19,15 @@ def order(eviction):
 
 def test_least_recently_used():
     eviction = filled("lru")
-    eviction.use(0)
+    eviction.touch(0)
     assert order(eviction) == [1, 2, 0]
 
 
 def test_least_frequently_used_then_least_recently():
     eviction = filled("lfu")
-    eviction.use(0)
-    eviction.use(0)
-    eviction.use(1)
+    eviction.touch(0)
+    eviction.touch(0)
+    eviction.touch(1)
     assert order(eviction) == [2, 1, 0]
     assert order(filled("lfu")) == [0, 1, 2]
 
@@ -40,16 +40,16 @@ def test_what_is_dear_for_its_size_stays():
 def test_what_was_popular_once_grows_old(name):
     eviction = filled(name, sizes=(1,), costs=(1,))
     for _ in range(20):
-        eviction.use(0)
+        eviction.touch(0)
     gone = []
     for key in range(1, 60):
         eviction.add(key, 1, 1)
-        eviction.use(key)
+        eviction.touch(key)
         gone.append(eviction.evict())
     assert 0 in gone
     forever = filled("lfu", sizes=(1,), costs=(1,))
     for _ in range(20):
-        forever.use(0)
+        forever.touch(0)
     for key in range(1, 60):
         forever.add(key, 1, 1)
         forever.evict()
@@ -66,7 +66,7 @@ def test_sizes_add_up_whatever_happens(name):
                 sizes[key] = rng.randrange(1, 50)
                 eviction.add(key, sizes[key], rng.random())
             case "use":
-                assert eviction.use(key) == (key in sizes)
+                assert eviction.touch(key) == (key in sizes)
             case "remove":
                 eviction.remove(key)
                 sizes.pop(key, None)

@@ -17,11 +17,11 @@ def test_what_will_be_read_is_brought_near(tmp_path):
     with closing(SegmentStore(tmp_path)) as store:
         store.put([(key, LAYERS) for key in KEYS[:3]])
         drop_cached(store, KEYS[:3])
-        store.bring_near([KEYS[0], KEYS[2], KEYS[3]])  # of the last there is nothing
+        store.prefetch([KEYS[0], KEYS[2], KEYS[3]])  # of the last there is nothing
         end = time.monotonic() + 30
-        while not (store.is_near(KEYS[0]) and store.is_near(KEYS[2])) and time.monotonic() < end:
+        while not (store.in_page_cache(KEYS[0]) and store.in_page_cache(KEYS[2])) and time.monotonic() < end:
             time.sleep(0.01)
-        assert list(map(store.is_near, KEYS[:3])) == [True, False, True]
+        assert list(map(store.in_page_cache, KEYS[:3])) == [True, False, True]
         with store.snapshot() as snapshot:
             assert torch.equal(snapshot.get(KEYS[2], 2).k, LAYERS[2].k)
 
@@ -30,7 +30,7 @@ def test_a_store_closes_while_it_reads(tmp_path):
     store = SegmentStore(tmp_path)
     store.put([(key, LAYERS) for key in KEYS])
     drop_cached(store, KEYS)
-    store.bring_near(KEYS)
+    store.prefetch(KEYS)
     store.close()
     with closing(SegmentStore(tmp_path)) as again:
         assert again.verify().problems == []

@@ -8,13 +8,13 @@ import torch
 from store_samples import NUM_LAYERS, make_key, make_layers
 
 from ragkv.errors import StoreError
-from ragkv.store.index import Place
+from ragkv.store.index import Location
 from ragkv.store.pool import Pool
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode, record_bytes
 from ragkv.store.segment_store import SegmentStore
 
 LAYERS = make_layers(num_tokens=40)
-PLACE = Place(0, 0, tuple(record_bytes(kv) for kv in LAYERS))
+PLACE = Location(0, 0, tuple(record_bytes(kv) for kv in LAYERS))
 CHUNK_BYTES = PLACE.extent.length
 
 
@@ -43,7 +43,7 @@ def chunks_in(pool):
 
 
 def same(a, b):
-    spreads = (a.spread is None and b.spread is None) or torch.equal(a.spread, b.spread)
+    spreads = (a.v_std is None and b.v_std is None) or torch.equal(a.v_std, b.v_std)
     return torch.equal(a.k, b.k) and torch.equal(a.v, b.v) and a.base_position == b.base_position and spreads
 
 
@@ -52,9 +52,9 @@ def test_what_was_kept_is_what_was_read(dtype):
     pool = Pool(1 << 20)
     chunks = {make_key(n): make_layers(n, num_tokens=7 * n, dtype=dtype) for n in (1, 2, 3)}
     for layers in chunks.values():
-        layers[1] = LayerKV(layers[1].k, layers[1].v, 3, spread=torch.rand(layers[1].k.shape[1]))
+        layers[1] = LayerKV(layers[1].k, layers[1].v, 3, v_std=torch.rand(layers[1].k.shape[1]))
     pool.want(dict.fromkeys(chunks))
-    places = {key: Place(0, 0, tuple(record_bytes(kv) for kv in layers)) for key, layers in chunks.items()}
+    places = {key: Location(0, 0, tuple(record_bytes(kv) for kv in layers)) for key, layers in chunks.items()}
     for key, layers in chunks.items():
         fill(pool, key, layers, places[key])
     for key, layers in chunks.items():
@@ -105,7 +105,7 @@ def test_what_is_used_often_stays():
 def test_another_place_is_another_chunk():
     pool = Pool(1 << 20)
     ask(pool, 1)
-    assert pool.get(make_key(1), Place(0, 0, PLACE.lengths), 0) is None  # of another serial
+    assert pool.get(make_key(1), Location(0, 0, PLACE.lengths), 0) is None  # of another serial
     assert not chunks_in(pool) and pool.size_bytes == 0
 
 
@@ -127,7 +127,7 @@ def test_layers_never_overlap_and_never_leave_the_budget():
     rng = random.Random(0)
     pool = Pool(20 * CHUNK_BYTES + 123)
     chunks = {n: make_layers(n, num_tokens=rng.choice([1, 9, 40, 200, 350])) for n in range(40)}
-    places = {n: Place(0, n, tuple(record_bytes(kv) for kv in layers)) for n, layers in chunks.items()}
+    places = {n: Location(0, n, tuple(record_bytes(kv) for kv in layers)) for n, layers in chunks.items()}
     num_held = 0
     for _ in range(300):
         wanted = rng.sample(range(40), rng.randrange(1, 6))
@@ -158,7 +158,7 @@ def store(tmp_path):
 def read(store, *chunks, request=True):
     keys = [make_key(n) for n in chunks]
     if request:
-        store.use(keys)
+        store.touch(keys)
     with store.snapshot() as snapshot:
         return [[snapshot.get(key, layer) for layer in range(NUM_LAYERS)] for key in keys]
 
@@ -200,7 +200,7 @@ def test_what_is_deleted_leaves_memory_with_the_next_request(store, tmp_path):
     read(store, 1, 2)
     with closing(SegmentStore(tmp_path)) as other:
         other.delete([make_key(1).chunk_hash])
-    store.use([make_key(2)])
+    store.touch([make_key(2)])
     assert not store.in_memory(make_key(1)) and store.memory_changes()[1] == [make_key(1).chunk_hash]
 
 
@@ -239,7 +239,7 @@ def test_a_chunk_that_goes_bad_leaves_memory_and_its_room_is_free(store, layer):
 def test_a_chunk_that_is_read_for_the_first_time_is_announced(store, monkeypatch):
     announced = []
     monkeypatch.setattr(store._files, "prefetch", lambda *place: announced.append(place))
-    store.use([make_key(1)])
+    store.touch([make_key(1)])
     for _ in range(2):
         with store.snapshot() as snapshot:
             for layer in range(NUM_LAYERS):

@@ -26,7 +26,7 @@ def make_key(chunk, anchor=7):
 def make_layers(seed, num_tokens=300):
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(2, num_tokens, 8, generator=generator) for _ in "kv")
-    return [LayerKV(k + i, v, base_position=5, spread=torch.ones(num_tokens)) for i in range(NUM_LAYERS)]
+    return [LayerKV(k + i, v, base_position=5, v_std=torch.ones(num_tokens)) for i in range(NUM_LAYERS)]
 
 
 @pytest.fixture

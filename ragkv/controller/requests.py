@@ -1,4 +1,4 @@
-"""Prompts of known make-up, captured and timed on a running engine: for profiles and for evaluations."""
+"""Prompts of known make-up, precomputed and timed on a running engine: for profiles and for evaluations."""
 
 import tempfile
 import time
@@ -16,7 +16,7 @@ from ragkv import models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
-from ragkv.engine.job import FuseTask, Report
+from ragkv.engine.task import FuseTask, Report
 from ragkv.errors import ConfigError, ModelError
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
@@ -35,7 +35,7 @@ class Timed:
 
 
 class Bench:
-    """Cuts prompts from English text (the Python manual) in chunks of `chunk_tokens`, captured by `kv`."""
+    """Cuts prompts from English text (the Python manual) in chunks of `chunk_tokens`, precomputed by `kv`."""
 
     def __init__(
         self, engine: Engine, layout: PromptLayout, model: Path, kv: ChunkKV, store: KVStore, chunk_tokens: int
@@ -44,11 +44,11 @@ class Bench:
         self._chunk_tokens = chunk_tokens
         self._text = text_tokens(model, engine.max_model_len)
         self._question = layout.question_tokens(QUESTION)
-        self.captured: set[str] = set()  # hashes
+        self.precomputed: set[str] = set()  # hashes
         self.shortest = len(layout.anchor) + len(self._question) + 1
 
     async def prepare(self, num_tokens: int) -> tuple[Prompt, list[str]]:
-        """Cut the chunks and capture them; in the prompt, the last one cut comes first. Returns their hashes too.
+        """Cut the chunks and precompute them; in the prompt, the last one cut comes first. Returns their hashes too.
 
         Raises ConfigError for a length that the model's context can't hold.
         """
@@ -61,10 +61,10 @@ class Bench:
         chunks = [self._text[i : min(i + self._chunk_tokens, room)] for i in range(0, room, self._chunk_tokens)][::-1]
         by_hash = {chunk_hash(chunk): chunk for chunk in chunks}
         spans = {digest: self._kv.span(digest, len(chunk)) for digest, chunk in by_hash.items()}
-        self.captured |= by_hash.keys()
+        self.precomputed |= by_hash.keys()
         others = {digest: [span for other, span in spans.items() if other != digest] for digest in by_hash}
-        await self._kv.capture_anchor(self._engine, self._store)
-        await self._kv.capture(self._engine, self._store, by_hash, others)
+        await self._kv.precompute_anchor(self._engine, self._store)
+        await self._kv.precompute(self._engine, self._store, by_hash, others)
         return self._layout.assemble(chunks, self._question), list(map(chunk_hash, chunks))
 
     async def ask(self, prompt: Prompt, task: FuseTask | None) -> Timed:
@@ -78,7 +78,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Stand:
+class Rig:
     """An engine that runs on an empty store, for measuring."""
 
     engine: Engine
@@ -92,9 +92,9 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(
-    config: Config, captures: int, store_options: Mapping[str, Any], **engine_args: Any
-) -> AsyncGenerator[Stand, None]:
+async def rig(
+    config: Config, num_contexts: int, store_options: Mapping[str, Any], **engine_args: Any
+) -> AsyncGenerator[Rig, None]:
     """Start the configured model on a store in a temporary folder; both are gone afterwards. engine_args go to vLLM.
 
     Raises ModelError for a model that can't be loaded or fused.
@@ -107,8 +107,8 @@ async def stand(
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
             with closing(SegmentStore(Path(folder))) as store:
-                yield Stand(
-                    engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, captures), layout, model
+                yield Rig(
+                    engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts), layout, model
                 )
         finally:
             await engine.close()

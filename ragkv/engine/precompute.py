@@ -1,4 +1,4 @@
-"""Captures chunks' KV at index time: once behind the anchor, or averaged over several contexts."""
+"""Precomputes chunks' KV at index time: once behind the anchor, or averaged over several contexts."""
 
 import logging
 from collections import deque
@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragkv.engine.fill import BadSpanError, Fill, Source, piece
-from ragkv.engine.job import AverageTask, CaptureTask, Job, Report, Span
+from ragkv.engine.loader import BadSpanError, BlockFiller, Source, piece
+from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Span
 from ragkv.kernels.rotation import Rotation
 from ragkv.store.record import LayerKV
 
 logger = logging.getLogger(__name__)
 
 
-class Capture:
+class Precompute:
     """Turns jobs into records of the store. One for each worker; not thread-safe, like the model under it."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._subset = source, source.subset
 
-    def capture(self, jobs: Sequence[Job]) -> None:
+    def precompute(self, jobs: Sequence[Job]) -> None:
         """Prefill the jobs' prompts in one forward and store the KV of their spans, all in one transaction.
 
         Each span is computed behind what stands before it in its own prompt. Raises StoreError if there is no space.
         """
         pieces = [piece(job, torch.arange(len(job.token_ids))) for job in jobs]
         ends = torch.tensor([len(job.token_ids) for job in jobs]).cumsum(0).tolist()
-        spans = [job.task.span for job in jobs if isinstance(job.task, CaptureTask)]
+        spans = [job.task.span for job in jobs if isinstance(job.task, PrecomputeTask)]
         chunk_layers: list[list[LayerKV]] = [[] for _ in jobs]
 
         def keep(_layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -39,12 +39,12 @@ class Capture:
         self._subset.run(pieces, keep)
         self._source.store.put(zip(map(self._source.key, spans), chunk_layers, strict=True))
 
-    def begin(self, job: Job, task: AverageTask) -> "Average":
+    def begin(self, job: Job, task: MeanTask) -> "Average":
         mean = _Mean(self._source.rotations, task.span.start, self._subset.dtype)
         return Average(job, task, mean, deque(task.others))
 
     def average(self, averages: Sequence["Average"]) -> list["Average"]:
-        """Capture each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
+        """Precompute each chunk behind the next of its contexts, all in one forward. Returns those that are complete.
 
         A context whose KV is no longer there is left out, and so is the average of a chunk whose own KV isn't. With
         fewer than two contexts the chunk's own KV counts too. Raises BadSpanError for the anchor's KV, and StoreError
@@ -52,7 +52,7 @@ class Capture:
         """
         unfinished = [average for average in averages if average.contexts]
         try:
-            captured = self._capture_behind_contexts(unfinished) if unfinished else []
+            precomputed = self._precompute_after_contexts(unfinished) if unfinished else []
         except BadSpanError as error:
             concerned = [average for average in unfinished if average.contexts[0] == error.span]
             if not concerned:
@@ -61,7 +61,7 @@ class Capture:
             for average in concerned:
                 average.contexts.popleft()
             return []
-        for average, layers in zip(unfinished, captured, strict=True):
+        for average, layers in zip(unfinished, precomputed, strict=True):
             average.add(layers)
         complete = [average for average in averages if not average.contexts]
         for average in complete:
@@ -91,18 +91,20 @@ class Capture:
             average.mean.add(layer, *kv.decoded(), kv.base_position)
         average.mean.count += 1
 
-    def _capture_behind_contexts(self, averages: Sequence["Average"]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _precompute_after_contexts(
+        self, averages: Sequence["Average"]
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Each layer's K and V `[Hkv, T, D]` of each chunk, computed behind the anchor and its next context."""
         jobs = [average.behind_next() for average in averages]
-        fills = [Fill(self._source, job, Report()) for job in jobs]
+        fills = [BlockFiller(self._source, job, Report()) for job in jobs]
         starts = [average.contexts[0].end for average in averages]
         positions = [torch.arange(start, len(job.token_ids)) for start, job in zip(starts, jobs, strict=True)]
         sizes = list(map(len, positions))
-        captured: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
+        precomputed: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
         with self._source.snapshot() as snapshot:
 
             def before_layer(layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-                parts = zip(averages, fills, captured, torch.split(k, sizes), torch.split(v, sizes), strict=True)
+                parts = zip(averages, fills, precomputed, torch.split(k, sizes), torch.split(v, sizes), strict=True)
                 for average, fill, layers, k_part, v_part in parts:
                     for span in (average.task.anchor, average.contexts[0]):
                         fill.load(snapshot, layer, span)
@@ -110,22 +112,22 @@ class Capture:
 
             self._subset.run(list(map(piece, jobs, positions)), before_layer)
             self._source.check_still_there(snapshot, [s for a in averages for s in (a.task.anchor, a.contexts[0])])
-        return captured
+        return precomputed
 
 
 @dataclass(eq=False)
 class Average:
-    """A chunk's average in the making. contexts: what it is still to be captured behind, apart from the anchor."""
+    """A chunk's average in the making. contexts: what it is still to be precomputed behind, apart from the anchor."""
 
     job: Job
-    task: AverageTask
+    task: MeanTask
     mean: "_Mean"
     contexts: deque[Span]
     num_computed: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens its next capture computes."""
+        """How many tokens its next precompute computes."""
         return self.task.span.end - self.task.span.start
 
     def behind_next(self) -> Job:
@@ -143,7 +145,7 @@ class Average:
 
 
 class _Mean:
-    """The mean of a chunk's captures, keys moved to `position`. count: how many captures all layers have."""
+    """The mean of a chunk's contexts, keys moved to `position`. count: how many contexts all layers have."""
 
     def __init__(self, rotations: Sequence[Rotation | None], position: int, dtype: torch.dtype) -> None:
         self._rotations, self._position, self._dtype = rotations, position, dtype
@@ -165,8 +167,8 @@ class _Mean:
         return [self._layer(*(total / self.count for total in sums)) for sums in self._sums]
 
     def _layer(self, k: torch.Tensor, v: torch.Tensor, square: torch.Tensor) -> LayerKV:
-        spread = (square - v.square().sum((0, 2))).clamp(min=0).sqrt()
-        return LayerKV(k.to(self._dtype).cpu(), v.to(self._dtype).cpu(), self._position, spread.cpu())
+        v_std = (square - v.square().sum((0, 2))).clamp(min=0).sqrt()
+        return LayerKV(k.to(self._dtype).cpu(), v.to(self._dtype).cpu(), self._position, v_std.cpu())
 
 
 def _head_major(x: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,16 @@ from pathlib import Path
 import xxhash
 
 from ragkv.chunk_kv import ChunkKV
-from ragkv.engine.job import ROOT_HASH, Span
+from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
-from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING
-from ragkv.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
+from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING
+from ragkv.index.deletion import Deletion, delete_for_good
+from ragkv.index.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.embedder import Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.neighbours import nearest
 from ragkv.store.eviction import Hint
-from ragkv.upkeep import Deletion, delete_for_good
 from ragkv.workspace import Corpus, Workspace
 
 
@@ -28,9 +28,9 @@ class Indexer:
     """Brings a corpus' catalogue and vectors, and the workspace's KV, up to date with documents."""
 
     def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
-        self._at, self._corpus, self._settings = workspace, corpus, workspace.config.index
-        self._in_work: set[str] = set()  # documents whose chunks are being captured
-        self._captured: set[str] = set()  # chunks that are captured for them
+        self._workspace, self._corpus, self._settings = workspace, corpus, workspace.config.index
+        self._in_work: set[str] = set()  # documents whose chunks are being precomputed
+        self._precomputed: set[str] = set()  # chunks that are precomputed for them
 
     async def ingest(
         self,
@@ -45,7 +45,7 @@ class Indexer:
         documents in `paths` is to be treated when room is needed; None leaves it as it was. Raises StoreError if there
         is no space or another process is changing the home; a bad document is reported and the others are indexed.
         """
-        with self._at.home.indexing():
+        with self._workspace.home.indexing():
             report = IngestReport()
             files = find_files(paths)
             found = Found(files={str(file.resolve()) for file in files})
@@ -65,7 +65,7 @@ class Indexer:
 
         is_withdrawn: asked just before a document would be entered into the catalogue.
         """
-        with self._at.home.indexing():
+        with self._workspace.home.indexing():
             report = IngestReport()
             found = Found()
             await asyncio.to_thread(self._consider_all, documents, found, report)
@@ -78,11 +78,11 @@ class Indexer:
     async def delete(self, ids: Collection[str]) -> Deletion:
         """Delete these documents with their vectors and KV, for good before it returns. Waits for a batch in work that
         has one of them. Raises BusyError if another process is changing the home."""
-        with self._at.home.indexing():
-            async with self._at.capturing if self._in_work & set(ids) else nullcontext():
-                corpus, store = self._corpus, self._at.store
+        with self._workspace.home.indexing():
+            async with self._workspace.precomputing if self._in_work & set(ids) else nullcontext():
+                corpus, store = self._corpus, self._workspace.store
                 return await asyncio.to_thread(
-                    delete_for_good, corpus.catalog, corpus.index, store, ids, wanted=set(self._captured)
+                    delete_for_good, corpus.catalog, corpus.index, store, ids, wanted=set(self._precomputed)
                 )
 
     async def _index(
@@ -92,22 +92,22 @@ class Indexer:
         progress: Callable[[IngestProgress], None],
         is_withdrawn: Callable[[str], bool],
     ) -> None:
-        """Capture what there is to do, batch by batch."""
-        self._at.home.claim(self._corpus.catalog, self._at.owner)
-        self._at.main.catalog.put_setting(CAPTURES_SETTING, str(self._settings.captures))
-        self._at.main.catalog.put_setting(ANCHOR_SETTING, self._at.anchor_hash)
+        """Precompute what there is to do, batch by batch."""
+        self._workspace.home.claim(self._corpus.catalog, self._workspace.owner)
+        self._workspace.main.catalog.put_setting(CONTEXTS_SETTING, str(self._settings.num_contexts))
+        self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if found.work or self._anchor_is_lost():
-            await self._capture_anchor()
-        captures = self._settings.captures
-        total, done = captures * sum(len(item.chunks) for item in found.work), 0
+            await self._precompute_anchor()
+        num_contexts = self._settings.num_contexts
+        total, done = num_contexts * sum(len(item.chunks) for item in found.work), 0
         for batch in batches(found.work):
-            async with self._at.capturing:
+            async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
                     await self._ingest_batch(batch, report, Step(progress, done, total), is_withdrawn)
                 finally:
-                    self._in_work, self._captured = set(), set()
-            done += captures * sum(len(item.chunks) for item in batch)
+                    self._in_work, self._precomputed = set(), set()
+            done += num_contexts * sum(len(item.chunks) for item in batch)
 
     async def _finish(self, vanished: Iterable[str], found: Found, report: IngestReport, hint: Hint | None) -> None:
         def finish() -> None:
@@ -118,18 +118,18 @@ class Indexer:
                 report.documents_removed += 1
             report.chunks_deleted += self._collect_garbage()
             if hint is not None:
-                self._at.store.hint(self._hashes_of(found.documents), hint)
+                self._workspace.store.hint(self._hashes_of(found.documents), hint)
             self._corpus.index.sync(self._corpus.catalog)
             self._corpus.index.save(few=False)
 
-        async with self._at.capturing:
+        async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
 
     def _load(
         self, files: Sequence[Path], found: Found, report: IngestReport, progress: Callable[[IngestProgress], None]
     ) -> None:
         """Read every file; chunk what is new or changed."""
-        stored = self._stored(self._at.anchor_hash)
+        stored = self._stored(self._workspace.anchor_hash)
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
@@ -141,7 +141,7 @@ class Indexer:
         progress(IngestProgress("load", len(files), len(files), ""))
 
     def _consider_all(self, documents: Iterable[Document], found: Found, report: IngestReport) -> None:
-        stored = self._stored(self._at.anchor_hash)
+        stored = self._stored(self._workspace.anchor_hash)
         for document in documents:
             found.files.add(source_file(document.id))
             self._consider(document, stored, found, report)
@@ -155,7 +155,7 @@ class Indexer:
             report.documents_unchanged += 1
             return
         try:
-            found.work.append(Work(document, digest, self._at.chunker.split(document)))
+            found.work.append(Work(document, digest, self._workspace.chunker.split(document)))
         except DocumentError as error:
             report.rejected.append(error)
             return
@@ -164,18 +164,18 @@ class Indexer:
 
     def _digest(self, document: Document) -> str:
         """Changes whenever the document would be indexed differently."""
-        settings = (self._settings.model_dump_json(), self._at.owner.fingerprint, self._at.anchor_hash)
+        settings = (self._settings.model_dump_json(), self._workspace.owner.fingerprint, self._workspace.anchor_hash)
         return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
 
     def _has_all_kv(self, document_id: str, stored: set[str]) -> bool:
         chunks = self._corpus.catalog.document_chunks(document_id)
-        return not self._at.fuses or all(chunk.chunk_hash in stored for chunk in chunks)
+        return not self._workspace.fuses or all(chunk.chunk_hash in stored for chunk in chunks)
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         if self._anchor_is_lost():
             return True
-        stored = self._stored(self._at.anchor_hash)
+        stored = self._stored(self._workspace.anchor_hash)
         for document in (document for file in find_files(paths) for document in load_file(file)):
             if isinstance(document, Document) and not (
                 self._corpus.catalog.document_digest(document.id) == self._digest(document)
@@ -186,18 +186,18 @@ class Indexer:
 
     def _anchor_is_lost(self) -> bool:
         return (
-            self._at.fuses
+            self._workspace.fuses
             and self._corpus.catalog.has_documents
-            and self._at.anchor_hash not in self._stored(ROOT_HASH)
+            and self._workspace.anchor_hash not in self._stored(ROOT_HASH)
         )
 
     def _stored(self, anchor_hash: str) -> set[str]:
-        """The chunks that have this model's KV, captured behind this anchor: an import may have brought others too.
+        """The chunks that have this model's KV, precomputed behind this anchor: an import may have brought others too.
 
         Under a budget also those that had to make room: they come back when they are asked for.
         """
-        behind = (anchor_hash, self._at.owner.fingerprint)
-        keys = self._at.store.keys(evicted=self._at.config.store.disk_gib is not None)
+        behind = (anchor_hash, self._workspace.owner.fingerprint)
+        keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
         return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == behind}
 
     async def _ingest_batch(
@@ -208,12 +208,12 @@ class Indexer:
         is_withdrawn: Callable[[str], bool],
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
-        engine = await self._at.start()
+        engine = await self._workspace.start()
         texts = [chunk.text for item in batch for chunk in item.chunks]
-        vectors = await asyncio.to_thread(self._at.embedder.embed, texts)
+        vectors = await asyncio.to_thread(self._workspace.embedder.embed, texts)
         hashes = [[chunk_hash(c.token_ids, self._corpus.catalog.scope) for c in item.chunks] for item in batch]
-        self._captured = {digest for each in hashes for digest in each}
-        if self._at.fuses:
+        self._precomputed = {digest for each in hashes for digest in each}
+        if self._workspace.fuses:
             tokens = [c.token_ids for item in batch for c in item.chunks]
             done = 0
 
@@ -223,11 +223,11 @@ class Indexer:
                 progress(done, titles[digest])
 
             titles = {digest: item.document.title for item, each in zip(batch, hashes, strict=True) for digest in each}
-            kv, digests = self._at.chunk_kv(engine), [digest for each in hashes for digest in each]
+            kv, digests = self._workspace.chunk_kv(engine), [digest for each in hashes for digest in each]
             chunks = dict(zip(digests, tokens, strict=True))
             others = self._others(kv, chunks, digests, vectors)
-            report.chunks_prefilled += await kv.capture(engine, self._at.store, chunks, others, advance)
-        progress(self._settings.captures * len(texts), "")
+            report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, chunks, others, advance)
+        progress(self._settings.num_contexts * len(texts), "")
         start = 0
         for item, new in zip(batch, hashes, strict=True):
             document, old, end = item.document, self._hashes_of([item.document.id]), start + len(item.chunks)
@@ -243,10 +243,10 @@ class Indexer:
         self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], digests: Sequence[str], vectors: Vectors
     ) -> dict[str, list[Span]]:
         """The chunks that are likely to stand before each of these in a prompt: the nearest ones."""
-        if kv.captures == 1:
+        if kv.num_contexts == 1:
             return {}
         self._corpus.index.sync(self._corpus.catalog)
-        others = nearest(digests, vectors, self._corpus.catalog, self._corpus.index, kv.captures - 1)
+        others = nearest(digests, vectors, self._corpus.catalog, self._corpus.index, kv.num_contexts - 1)
         wanted = {other for found in others.values() for other in found}
         lengths = self._corpus.catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
         return {digest: [kv.span(h, lengths[h]) for h in found if h in lengths] for digest, found in others.items()}
@@ -269,32 +269,36 @@ class Indexer:
         """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
         gone = self._corpus.catalog.unreferenced(hashes)
         if gone:
-            self._at.store.delete(gone)
+            self._workspace.store.delete(gone)
         return len(gone)
 
     def _collect_garbage(self) -> int:
         """Delete KV that an interrupted run left without a document."""
-        orphans = set(self._at.store.chunk_hashes(evicted=True)) - self._at.home.chunk_hashes() - {self._at.anchor_hash}
+        orphans = (
+            set(self._workspace.store.chunk_hashes(evicted=True))
+            - self._workspace.home.chunk_hashes()
+            - {self._workspace.anchor_hash}
+        )
         if orphans:
-            self._at.store.delete(orphans)
+            self._workspace.store.delete(orphans)
         return len(orphans)
 
-    async def _capture_anchor(self) -> None:
-        engine = await self._at.start()
-        if self._at.fuses:
-            await self._at.chunk_kv(engine).capture_anchor(engine, self._at.store)
+    async def _precompute_anchor(self) -> None:
+        engine = await self._workspace.start()
+        if self._workspace.fuses:
+            await self._workspace.chunk_kv(engine).precompute_anchor(engine, self._workspace.store)
 
-    async def capture_again(self, digest: str) -> bool:
+    async def precompute_again(self, digest: str) -> bool:
         """Make what KV is lost of one chunk, or of the anchor; False if no document has it any more. Raises StoreError
         if there is no space."""
-        if digest == self._at.anchor_hash:
-            await self._capture_anchor()
+        if digest == self._workspace.anchor_hash:
+            await self._precompute_anchor()
             return True
         chunk = self._corpus.catalog.chunk_of(digest)
         if chunk is None:
             return False
-        engine = await self._at.start()
-        kv, chunks = self._at.chunk_kv(engine), {digest: chunk.token_ids}
+        engine = await self._workspace.start()
+        kv, chunks = self._workspace.chunk_kv(engine), {digest: chunk.token_ids}
         _, vectors = self._corpus.catalog.vectors([chunk.id])
-        await kv.capture(engine, self._at.store, chunks, self._others(kv, chunks, [digest], vectors))
+        await kv.precompute(engine, self._workspace.store, chunks, self._others(kv, chunks, [digest], vectors))
         return not self.forget([digest])  # the document may have been deleted meanwhile

@@ -12,7 +12,7 @@ _DOCUMENT_BATCH_CHUNKS = 64
 
 @dataclass(frozen=True)
 class IngestProgress:
-    """`done` of `total` items of a stage: "load" counts files, "prefill" captures."""
+    """`done` of `total` items of a stage: "load" counts files, "prefill" contexts."""
 
     stage: str
     done: int

@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ragkv.bench import Bench, Timed, without
 from ragkv.chunk_kv import ChunkKV
-from ragkv.controller import Load, Profile, Sample
-from ragkv.engine.job import FuseTask
-from ragkv.hardware import machine
+from ragkv.controller.cost_model import Load, Profile, Sample
+from ragkv.controller.requests import Bench, Timed, without
+from ragkv.engine.task import FuseTask
+from ragkv.machine.hardware import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.store.record import ChunkKey
@@ -34,7 +34,7 @@ class ProfileFile:
 
     def __init__(self, file: Path, fingerprint: str, codec: str, policy: Policy) -> None:
         self._file = file
-        facts = (fingerprint, codec, policy.title, machine(), platform.machine(), version("torch"))
+        facts = (fingerprint, codec, policy.name, machine(), platform.machine(), version("torch"))
         self._key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def load(self) -> Profile | None:
@@ -70,7 +70,7 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
         prompt, digests = await bench.prepare(length)
         keys = [kv.key(kv.span(digest, 0)) for digest in digests]
         prefill.append(_Request(prompt, None))
-        for budget in _BUDGETS if policy.chooses_by_budget else _BUDGETS[:1]:
+        for budget in _BUDGETS if policy.selects_by_budget else _BUDGETS[:1]:
             whole = kv.task(prompt, digests, replace(policy, budget=budget), store)
             fused.append(_Request(prompt, whole))
             if budget == _BUDGETS[0] and (num_missing := len(digests) // 3):
@@ -84,7 +84,7 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
     samples = [request.sample for request in fused if request.is_as_asked]
     if not samples:
         return None
-    return Profile.fit(policy.title, [request.sample for request in prefill], samples, _cold_ms(store, keys))
+    return Profile.fit(policy.name, [request.sample for request in prefill], samples, _cold_ms(store, keys))
 
 
 @dataclass
@@ -109,7 +109,7 @@ class _Request:
 
 def load_of(num_tokens: int, task: FuseTask) -> Load:
     loaded = sum(span.end - span.start for span in task.spans)
-    chosen = int(task.policy.budget * loaded) if task.policy.chooses_by_budget else 0
+    chosen = int(task.policy.budget * loaded) if task.policy.selects_by_budget else 0
     return Load(num_tokens, loaded, 0, chosen, num_tokens - loaded)
 
 

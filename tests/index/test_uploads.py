@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ragkv import uploads as module
 from ragkv.errors import BusyError, OverloadedError
-from ragkv.ingestion import IngestReport
+from ragkv.index import uploads as module
+from ragkv.index.ingestion import IngestReport
+from ragkv.index.uploads import MAX_WAITING, Uploads
 from ragkv.retriever import parse
-from ragkv.uploads import MAX_WAITING, Uploads
 
 
 async def ingest_at_once(documents, progress, hint, is_withdrawn):
@@ -55,7 +55,7 @@ def files(*names):
 
 def test_a_document_withdrawn_between_two_tries_stays_away(tmp_path, monkeypatch):
     """Also if the next try has read it before its text is gone from the disk."""
-    monkeypatch.setattr("ragkv.uploads.BUSY_S", 0.01)
+    monkeypatch.setattr("ragkv.index.uploads.BUSY_S", 0.01)
     tries = []
 
     async def ingest(documents, progress, hint, is_withdrawn):

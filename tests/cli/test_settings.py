@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ragkv import cli
+from ragkv.cli.settings import reference
 from ragkv.config import Config, TenantConfig, load_config, setting_fields, variable
-from ragkv.reference import reference
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HASH = f"{0xABC:064x}"[::-1]
 
 
@@ -56,7 +56,7 @@ def test_the_reference_names_every_setting_once_and_describes_it() -> None:
         ("model.dtype", "`auto`, `bfloat16`, `float16`, `float32`", "`auto`"),
         ("model.max_model_len", "integer, at least 256", "none"),
         ("model.gpu_memory_utilization", "number, above 0, at most 1", "`0.85`"),
-        ("index.captures", "integer, 1 to 64", "`4`"),
+        ("index.num_contexts", "integer, 1 to 64", "`4`"),
         ("answer.controller", "`true` or `false`", "`true`"),
         ("server.keys", "table", "none"),
     ],

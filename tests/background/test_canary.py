@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from ragkv import canary, idle
-from ragkv.canary import WINDOW, Canary, Sample, drift_of
+from ragkv.background import canary, idle
+from ragkv.background.canary import WINDOW, Canary, Sample, drift_of
+from ragkv.background.idle import Idle
 from ragkv.config import CanaryConfig
-from ragkv.engine.job import FuseTask
+from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
-from ragkv.idle import Idle
 from ragkv.policies import Policy
 
 LIMIT = CanaryConfig().max_kl

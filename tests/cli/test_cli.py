@@ -23,7 +23,7 @@ from ragkv.cli import eval_output, output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
 from ragkv.home import Home, Owner
-from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
@@ -418,9 +418,9 @@ def test_ingest_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> N
         for done in range(4):
             bars.update(IngestProgress("load", done, 3, "[/x].md"))
         bars.update(IngestProgress("prefill", 1, 2, "a title"))
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Reading files" in captured.err and "3/3" in captured.err and "1/2" in captured.err
+    precomputed = capsys.readouterr()
+    assert precomputed.out == ""
+    assert "Reading files" in precomputed.err and "3/3" in precomputed.err and "1/2" in precomputed.err
 
 
 def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 
 from ragkv.engine.attention import can_attend, selective
-from ragkv.engine.blocks import Blocks, InPlace, Ordered, find_views
-from ragkv.engine.job import Job, Report, Span
+from ragkv.engine.blocks import Blocks, ContiguousKV, PagedBlocks, find_views
+from ragkv.engine.device_copy import Upload
 from ragkv.engine.subset import Piece, SubsetForward
-from ragkv.engine.upload import Upload
+from ragkv.engine.task import Job, Report, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
-from ragkv.kernels.kv_fuse import Learned, Staged
+from ragkv.kernels.kv_fuse import KVShift, Staged
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.shift import averaging, learn, shift_weights
 from ragkv.store.base import KVStore, Snapshot
@@ -42,7 +42,7 @@ class BadSpanError(Exception):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSpan:
     """One layer of a span as it is stored, on the device, for as long as that layer is being computed."""
 
     span: Span
@@ -55,7 +55,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerView:
     """A layer, before it attends. q, k, v: `[T, H, D]` of the tokens in the pass. key_positions: `[N]`, of the keys;
     behind every query where there is none."""
 
@@ -63,7 +63,7 @@ class Seen:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    loaded: list[Loaded]
+    loaded: list[LoadedSpan]
     blocks: Blocks
     key_positions: torch.Tensor
 
@@ -73,7 +73,7 @@ class Seen:
         return self.blocks.keys(self.layer)
 
 
-See = Callable[[Seen], bool | None]  # True ends the pass
+See = Callable[[LayerView], bool | None]  # True ends the pass
 
 
 class Source:
@@ -96,14 +96,14 @@ class Source:
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, (0, self.subset.layers[0].num_kv_heads))
 
-    def blocks(self, job: Job) -> tuple[Blocks, InPlace | None]:
+    def blocks(self, job: Job) -> tuple[Blocks, PagedBlocks | None]:
         """Where a pass over the job puts its KV together, and vLLM's own blocks if kernels can read those."""
         block_ids = torch.tensor(job.block_ids)
         slots = self.subset.slots(torch.arange(len(job.token_ids)), block_ids).to(self.subset.device)
-        in_place = InPlace(self.subset, self._views, slots, block_ids) if self._views is not None else None
+        in_place = PagedBlocks(self.subset, self._views, slots, block_ids) if self._views is not None else None
         if in_place is not None and self.subset.device.type != "cpu":
             return in_place, in_place
-        return Ordered(self.subset, slots), in_place
+        return ContiguousKV(self.subset, slots), in_place
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
@@ -114,7 +114,7 @@ class Source:
             finally:
                 self.upload.finish()
 
-    def read(self, snapshot: Snapshot, layer: int, span: Span) -> Loaded:
+    def read(self, snapshot: Snapshot, layer: int, span: Span) -> LoadedSpan:
         """One layer of a span, to be used `within` a use of `upload`.
 
         Raises BadSpanError unless it is there, verifies and fits.
@@ -130,10 +130,10 @@ class Source:
         if tuple(kv.k.shape) != expected:
             reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
             raise BadSpanError(span, reason, is_corrupt=True)
-        return Loaded(span, self.upload(kv))
+        return LoadedSpan(span, self.upload(kv))
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
-        """So that nobody reads it again, and it is captured anew."""
+        """So that nobody reads it again, and it is precomputed anew."""
         if error.is_corrupt:
             try:
                 self.store.discard(self.key(error.span))
@@ -148,7 +148,7 @@ class Source:
                 raise BadSpanError(span, "was deleted while it was read")
 
 
-class Fill:
+class BlockFiller:
     """The blocks of one request being filled. is_apart: a layer is put together elsewhere than in vLLM's blocks."""
 
     def __init__(self, source: Source, job: Job, report: Report) -> None:
@@ -181,7 +181,7 @@ class Fill:
         blocks, device = self.blocks, self._subset.device
         on_device = positions.to(device)
         slots = self._slots.index_fill(0, on_device, _NOT_WRITTEN)  # these are computed here
-        lesson = _Lesson(positions, device) if shift else None
+        mean_shift = _MeanShift(positions, device) if shift else None
         end = max([int(positions[-1]) + 1 if len(positions) else 0, *(span.end for span in spans_at(0))])
         key_positions = self._key_positions(positions, spans_at(0)) if see else on_device
         with self._source.snapshot() as snapshot:
@@ -197,8 +197,8 @@ class Fill:
                 load_begin = time.perf_counter()
                 spans = spans_at(layer)
                 loaded = [self._source.read(snapshot, layer, span) for span in spans]
-                learned = lesson.learn(loaded, k, v, self._source.rotations[layer]) if lesson else None
-                self._fuse(layer, loaded, slots, learned)
+                shifts = mean_shift.learn(loaded, k, v, self._source.rotations[layer]) if mean_shift else None
+                self._fuse(layer, loaded, slots, shifts)
                 if len(positions) and (see or over is blocks):
                     blocks.put(layer, on_device, k, v)
                 if flush and over is blocks:
@@ -212,7 +212,7 @@ class Fill:
                 self._report.load_ms += 1e3 * (load_end - load_begin)
                 if self._report.trace is not None:
                     self._report.trace.append((stage, layer, load_begin, load_end))
-                return see(Seen(layer, q, k, v, loaded, blocks, key_positions)) if see else None
+                return see(LayerView(layer, q, k, v, loaded, blocks, key_positions)) if see else None
 
             if len(positions):
                 attend = selective(self._subset, self._source.kernels, over, on_device) if over is not None else None
@@ -236,7 +236,7 @@ class Fill:
         self.blocks.flush(layer, span.start, span.end)
 
     def _fuse(
-        self, layer: int, loaded: list[Loaded], slots: torch.Tensor, learned: list[Learned | None] | None = None
+        self, layer: int, loaded: list[LoadedSpan], slots: torch.Tensor, shifts: list[KVShift | None] | None = None
     ) -> None:
         staged = []
         for item in loaded:
@@ -245,7 +245,7 @@ class Fill:
         rotation, caches = self._source.rotations[layer], self.blocks.caches(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
             which = [i for i, chunk in enumerate(staged) if chunk.k.dtype == dtype]
-            teaching = [learned[i] for i in which] if learned else None
+            teaching = [shifts[i] for i in which] if shifts else None
             self._source.kernels.kv_fuse([staged[i] for i in which], rotation, *caches, teaching)
 
     def _key_positions(self, positions: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -254,7 +254,7 @@ class Fill:
         return found.to(self._subset.device)
 
 
-class _Lesson:
+class _MeanShift:
     """What the tokens of a pass teach about the spans that they lie in."""
 
     def __init__(self, positions: torch.Tensor, device: torch.device) -> None:
@@ -264,8 +264,8 @@ class _Lesson:
         self._averaging: torch.Tensor | None = None  # the same in all layers
 
     def learn(
-        self, loaded: Sequence[Loaded], k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
-    ) -> list[Learned | None]:
+        self, loaded: Sequence[LoadedSpan], k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
+    ) -> list[KVShift | None]:
         """For each span, None if none of its tokens is in the pass. k, v: `[T, Hkv, D]`."""
         found = [(item, *self._rows(item.span)) for item in loaded]
         concerned = [(item, rows, offsets) for item, rows, offsets in found if len(rows)]
@@ -284,9 +284,9 @@ class _Lesson:
         means = iter(learn(fresh_k, fresh_v, cached_k, cached_v, self._averaging))
         return [self._of(item, offsets, *next(means)) if len(rows) else None for item, rows, offsets in found]
 
-    def _of(self, item: Loaded, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Learned:
+    def _of(self, item: LoadedSpan, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KVShift:
         span = item.span
-        return Learned(k, v, shift_weights(item.kv.spread, offsets, span.end - span.start), span.start)
+        return KVShift(k, v, shift_weights(item.kv.v_std, offsets, span.end - span.start), span.start)
 
     def _rows(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of the pass's tokens lie in the span, and their offsets in it."""

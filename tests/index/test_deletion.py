@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from ragkv.engine.job import ROOT_HASH
+from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import ConfigError, StoreError
-from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home, Owner
+from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING, Home, Owner
+from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, collect_garbage, delete_documents
 from ragkv.retriever.chunking import ChunkText
-from ragkv.retriever.hashing import NEAREST, average_hash, chunk_hash
+from ragkv.retriever.hashing import NEAREST, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.upkeep import NO_DOCUMENT, OTHER_CAPTURE, OTHER_MODEL, collect_garbage, delete_documents
 
 ANCHOR, MODEL = chunk_hash([1, 2, 3]), f"{8:032x}"
-AVERAGE = average_hash(ANCHOR, NEAREST, 4)
+AVERAGE = mean_hash(ANCHOR, NEAREST, 4)
 
 
 def make_chunk(text):
@@ -52,7 +52,7 @@ def home(tmp_path, folder):
     }
     with home.open_catalog() as catalog, closing(home.open_store()) as store:
         home.claim(catalog, Owner("tiny in float32", MODEL, "words"))
-        catalog.put_setting(CAPTURES_SETTING, "4")
+        catalog.put_setting(CONTEXTS_SETTING, "4")
         catalog.put_setting(ANCHOR_SETTING, ANCHOR)
         store.put([(make_key(None), make_layers())])
         for name, texts in documents.items():
@@ -164,7 +164,7 @@ def test_one_command_at_a_time_changes_a_home(home, folder):
 GARBAGE = {
     NO_DOCUMENT: [make_key("lost"), make_key("lost", AVERAGE), make_key("lost too")],
     OTHER_MODEL: [make_key("wax", model=f"{9:032x}"), make_key(None, model=f"{9:032x}")],
-    OTHER_CAPTURE: [make_key("wax", average_hash(ANCHOR, NEAREST, 2)), make_key("wax", f"{5:032x}")],
+    OTHER_CONTEXT: [make_key("wax", mean_hash(ANCHOR, NEAREST, 2)), make_key("wax", f"{5:032x}")],
 }
 
 
@@ -177,7 +177,7 @@ def test_garbage_goes_and_nothing_else(home):
     before = state_of(home)
     fill_with_garbage(home)
     full = state_of(home)
-    expected = [(NO_DOCUMENT, 2, 6 * 16384), (OTHER_MODEL, 2, 4 * 16384), (OTHER_CAPTURE, 1, 4 * 16384)]
+    expected = [(NO_DOCUMENT, 2, 6 * 16384), (OTHER_MODEL, 2, 4 * 16384), (OTHER_CONTEXT, 1, 4 * 16384)]
     found = collect_garbage(home, dry_run=True)
     assert [(part.reason, part.num_chunks, part.size_bytes) for part in found] == expected
     assert state_of(home) == full
@@ -193,7 +193,7 @@ def test_an_anchor_nobody_knows_keeps_its_kv(home):
     with home.open_catalog() as catalog:
         catalog.put_setting(ANCHOR_SETTING, "")
     collect_garbage(home)
-    assert state_of(home)[1] == before[1] | set(GARBAGE[OTHER_CAPTURE])
+    assert state_of(home)[1] == before[1] | set(GARBAGE[OTHER_CONTEXT])
 
 
 def test_what_an_interrupted_deletion_leaves_is_garbage(home, folder):

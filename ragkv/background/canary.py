@@ -16,10 +16,10 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
+from ragkv.background.idle import Idle, stop
 from ragkv.config import CanaryConfig
-from ragkv.engine.job import FuseTask
+from ragkv.engine.task import FuseTask
 from ragkv.errors import RagKVError
-from ragkv.idle import Idle, stop
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragkv.policies import Policy
+from ragkv.policies import Policy, Selection
 
 PARAMS_KEY = "ragkv"  # under which a request's `kv_transfer_params` carry the job, and its answer the report
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
@@ -12,7 +12,7 @@ ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 
 @dataclass(frozen=True)
 class Span:
-    """Prompt tokens `[start, end)` that are one chunk, captured behind the tokens of `anchor_hash`."""
+    """Prompt tokens `[start, end)` that are one chunk, precomputed behind the tokens of `anchor_hash`."""
 
     start: int
     end: int
@@ -47,19 +47,19 @@ class ScoreTask:
 
 
 @dataclass(frozen=True)
-class CaptureTask:
+class PrecomputeTask:
     """Prefill the prompt but its last token and store the KV of `span`, which ends there."""
 
     span: Span
 
 
 @dataclass(frozen=True)
-class AverageTask:
-    """Store under `span` the mean of a chunk's KV over several captures, and its spread.
+class MeanTask:
+    """Store under `span` the mean of a chunk's KV over several contexts, and its v_std.
 
     The chunk is the tokens `[span.start, span.end)` of the prompt, behind the anchor. It is prefilled behind the anchor
-    and each of `others`: chunks captured behind the anchor too, of which the store gives the KV. `alone` is its own
-    capture behind the anchor, which is in the store already; it counts only where there are fewer than two others, for
+    and each of `others`: chunks precomputed behind the anchor too, of which the store gives the KV. `alone` is its own
+    KV after the anchor, which is in the store already; it counts only where there are fewer than two others, for
     an average isn't used where nothing stands between anchor and chunk. The prompt goes on behind the chunk for as long
     as the longest of the others, with any tokens, so that there are blocks.
     """
@@ -70,7 +70,7 @@ class AverageTask:
     others: tuple[Span, ...]
 
 
-Task = FuseTask | ScoreTask | CaptureTask | AverageTask
+Task = FuseTask | ScoreTask | PrecomputeTask | MeanTask
 
 
 def missing_kv(num_chunks: int, num_all: int) -> str:
@@ -94,18 +94,22 @@ def task_from_params(params: dict[str, Any] | None) -> Task | None:
         case "ScoreTask":
             continuations = tuple(tuple(tokens) for tokens in fields["continuations"])
             return ScoreTask(_fuse_task(fields["fuse"]), fields["num_prompt_tokens"], continuations)
-        case "CaptureTask":
-            return CaptureTask(Span(**fields["span"]))
-        case "AverageTask":
+        case "PrecomputeTask":
+            return PrecomputeTask(Span(**fields["span"]))
+        case "MeanTask":
             anchor, alone, span = (Span(**fields[name]) for name in ("anchor", "alone", "span"))
-            return AverageTask(anchor, alone, span, tuple(Span(**other) for other in fields["others"]))
+            return MeanTask(anchor, alone, span, tuple(Span(**other) for other in fields["others"]))
         case other:
             raise ValueError(f"unknown task {other!r} in kv_transfer_params")
 
 
 def _fuse_task(fields: dict[str, Any]) -> FuseTask:
-    policy = Policy(**{**fields["policy"], "layers": tuple(fields["policy"]["layers"])})
-    return FuseTask(tuple(Span(**span) for span in fields["spans"]), policy, fields["trace"])
+    policy = fields["policy"]
+    return FuseTask(
+        tuple(Span(**span) for span in fields["spans"]),
+        Policy(**{**policy, "selection": Selection(policy["selection"])}),
+        fields["trace"],
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Report:
 
     reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
     missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify and are discarded; the anchor
-    counts as a chunk. lost_chunks: the hashes of both.
+    counts as a chunk. unusable_chunks: the hashes of both.
     recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
     covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
     loaded: where the chunks lie whose KV was used, as `(start, end, in_memory)`: whether it lay in the store's memory.
@@ -144,7 +148,7 @@ class Report:
     recomputed_tokens: int = 0
     missing_chunks: int = 0
     corrupt_chunks: int = 0
-    lost_chunks: list[str] = field(default_factory=list)
+    unusable_chunks: list[str] = field(default_factory=list)
     loaded: list[tuple[int, int, bool]] = field(default_factory=list)
     entered_memory: list[str] = field(default_factory=list)
     left_memory: list[str] = field(default_factory=list)

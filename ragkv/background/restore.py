@@ -1,28 +1,28 @@
-"""Captures chunks again whose KV was lost, while nobody waits for an answer."""
+"""Precomputes chunks again whose KV was lost, while nobody waits for an answer."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
+from ragkv.background.idle import Idle, stop
 from ragkv.errors import RagKVError
-from ragkv.idle import Idle, stop
 
 logger = logging.getLogger(__name__)
 
-RECAPTURES = ("recaptured_chunks", "failed_recaptures")  # what is counted
-PAUSE_S = 60.0  # after a capture that failed: the disk may be full
+RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # what is counted
+PAUSE_S = 60.0  # after a precompute that failed: the disk may be full
 
 
-class Recapture:
-    """One for each pipeline; lives in its event loop. capture: makes the KV of one chunk, by hash; whether it did."""
+class KVRestorer:
+    """One for each pipeline, in its event loop. precompute: makes the KV of one chunk, by hash; whether it did."""
 
-    def __init__(self, capture: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
-        self._capture, self._idle = capture, idle
+    def __init__(self, precompute: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
+        self._precompute, self._idle = precompute, idle
         self._lost: dict[str, None] = {}
         self._paused_until = 0.0
         self._task: asyncio.Task[None] | None = None
-        self.num_captured = self.num_failed = 0
+        self.num_restored = self.num_failed = 0
 
     def add(self, chunk_hashes: Iterable[str]) -> None:
         if time.monotonic() < self._paused_until:
@@ -37,10 +37,10 @@ class Recapture:
             chunk_hash = next(iter(self._lost))
             del self._lost[chunk_hash]
             try:
-                self.num_captured += await self._capture(chunk_hash)
+                self.num_restored += await self._precompute(chunk_hash)
             except Exception as error:  # answers go on without it, whatever it is
                 details = None if isinstance(error, RagKVError) else error
-                logger.warning("lost KV isn't captured again for %d s: %s", PAUSE_S, error, exc_info=details)
+                logger.warning("lost KV isn't precomputed again for %d s: %s", PAUSE_S, error, exc_info=details)
                 self.num_failed += 1
                 self._lost.clear()
                 self._paused_until = time.monotonic() + PAUSE_S

@@ -1,13 +1,13 @@
-"""Lost KV is captured again, when nobody waits, and never at the cost of an answer."""
+"""Lost KV is precomputed again, when nobody waits, and never at the cost of an answer."""
 
 import asyncio
 
 import pytest
 
-from ragkv import idle, recapture
+from ragkv.background import idle, restore
+from ragkv.background.idle import Idle
+from ragkv.background.restore import KVRestorer
 from ragkv.errors import StoreError
-from ragkv.idle import Idle
-from ragkv.recapture import Recapture
 
 
 @pytest.fixture(autouse=True)
@@ -15,18 +15,18 @@ def quick(monkeypatch):
     monkeypatch.setattr(idle, "IDLE_S", 0.02)
 
 
-def run(play, capture):
+def run(play, precompute):
     async def played():
-        captured, idle = [], Idle()
+        precomputed, idle = [], Idle()
 
         async def record(chunk_hash):
-            captured.append(chunk_hash)
-            return await capture(chunk_hash)
+            precomputed.append(chunk_hash)
+            return await precompute(chunk_hash)
 
-        lost = Recapture(record, idle)
-        await play(lost, captured, idle)
+        lost = KVRestorer(record, idle)
+        await play(lost, precomputed, idle)
         await lost.close()
-        return lost, captured
+        return lost, precomputed
 
     return asyncio.run(played())
 
@@ -36,24 +36,24 @@ async def succeed(chunk_hash):
 
 
 def test_each_lost_chunk_is_captured_once():
-    async def play(lost, captured, idle):
+    async def play(lost, precomputed, idle):
         lost.add(["a", "b"])
         lost.add(["b", "gone"])
         await asyncio.sleep(0.2)
         lost.add(["a"])
         await asyncio.sleep(0.2)
 
-    lost, captured = run(play, succeed)
-    assert captured == ["a", "b", "gone", "a"]
-    assert (lost.num_captured, lost.num_failed) == (3, 0)
+    lost, precomputed = run(play, succeed)
+    assert precomputed == ["a", "b", "gone", "a"]
+    assert (lost.num_restored, lost.num_failed) == (3, 0)
 
 
 def test_nothing_is_captured_while_somebody_waits():
-    async def play(lost, captured, idle):
+    async def play(lost, precomputed, idle):
         with idle.answering(), idle.answering():
             lost.add(["a"])
             await asyncio.sleep(0.1)
-            assert captured == []
+            assert precomputed == []
         await asyncio.sleep(0.2)
 
     assert run(play, succeed)[1] == ["a"]
@@ -61,7 +61,7 @@ def test_nothing_is_captured_while_somebody_waits():
 
 @pytest.mark.parametrize("error", [StoreError("the disk is full"), RuntimeError("the engine died")])
 def test_after_a_failure_it_rests_and_then_goes_on(monkeypatch, error, caplog):
-    monkeypatch.setattr(recapture, "PAUSE_S", 0.2)
+    monkeypatch.setattr(restore, "PAUSE_S", 0.2)
     errors = [error]
 
     async def fail_once(chunk_hash):
@@ -69,18 +69,18 @@ def test_after_a_failure_it_rests_and_then_goes_on(monkeypatch, error, caplog):
             raise errors.pop()
         return True
 
-    async def play(lost, captured, idle):
+    async def play(lost, precomputed, idle):
         lost.add(["a", "b"])
         await asyncio.sleep(0.1)
         lost.add(["a"])  # not within the pause
         await asyncio.sleep(0.2)
-        assert captured == ["a"]
+        assert precomputed == ["a"]
         lost.add(["b"])
         await asyncio.sleep(0.1)
 
-    lost, captured = run(play, fail_once)
-    assert captured == ["a", "b"]
-    assert (lost.num_captured, lost.num_failed) == (1, 1)
+    lost, precomputed = run(play, fail_once)
+    assert precomputed == ["a", "b"]
+    assert (lost.num_restored, lost.num_failed) == (1, 1)
     assert str(error) in caplog.text
 
 
@@ -89,9 +89,9 @@ def test_closing_ends_a_capture():
         await asyncio.sleep(3600)
         return True
 
-    async def play(lost, captured, idle):
+    async def play(lost, precomputed, idle):
         lost.add(["a"])
         await asyncio.sleep(0.1)
 
-    lost, captured = run(play, last_for_ever)
-    assert captured == ["a"] and lost.num_captured == 0
+    lost, precomputed = run(play, last_for_ever)
+    assert precomputed == ["a"] and lost.num_restored == 0

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ragkv import doctor, hardware
+from ragkv.cli import diagnosis as doctor
+from ragkv.cli.diagnosis import Check, diagnose
 from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
-from ragkv.doctor import Check, diagnose
+from ragkv.machine import hardware
 
 GPU = "NVIDIA H200, 143771 MiB, 580.0"
 
@@ -53,11 +54,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_diagnose_is_light_and_names_every_check_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from ragkv.config import Config; from ragkv.doctor import diagnose\n"
+        "import sys; from ragkv.config import Config; from ragkv.cli.diagnosis import diagnose\n"
         "print(*(check.name for check in diagnose(Config())), sep='\\n')\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'huggingface_hub')))"
     )
-    env = {**os.environ, "RAGKV_HOME": str(tmp_path), "PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    env = {**os.environ, "RAGKV_HOME": str(tmp_path), "PYTHONPATH": str(Path(doctor.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     names = done.stdout.splitlines()
     assert len(set(names)) == len(names) >= 17

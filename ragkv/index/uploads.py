@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ragkv.background.idle import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
-from ragkv.idle import stop
-from ragkv.ingestion import IngestProgress, IngestReport
+from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
 from ragkv.store.eviction import Hint

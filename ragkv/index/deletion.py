@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragkv.config import MAIN
-from ragkv.engine.job import ROOT_HASH
+from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import StoreError
-from ragkv.home import ANCHOR_SETTING, CAPTURES_SETTING, Home
+from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
-from ragkv.retriever.hashing import NEAREST, average_hash
+from ragkv.retriever.hashing import NEAREST, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
-OTHER_CAPTURE = "captured behind another anchor, or averaged over another number of captures"
+OTHER_CONTEXT = "precomputed behind another anchor, or averaged over another number of num_contexts"
 _NUM_NEAREST = 3
 
 
@@ -121,8 +121,8 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     if fingerprint is None:
         raise _never_indexed(home)
-    captures = int(catalog.get_setting(CAPTURES_SETTING) or 1)
-    behind = {anchor, average_hash(anchor, NEAREST, captures)} if anchor else None
+    num_contexts = int(catalog.get_setting(CONTEXTS_SETTING) or 1)
+    behind = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
 
     def reason(key: ChunkKey) -> str | None:
@@ -132,10 +132,10 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
         if key.fingerprint != fingerprint:
             return OTHER_MODEL
         if behind and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in behind):
-            return OTHER_CAPTURE
+            return OTHER_CONTEXT
         return None
 
-    garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CAPTURE: {}}
+    garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
     for key, size in store.sizes().items():
         if why := reason(key):
             garbage[why][key] = size

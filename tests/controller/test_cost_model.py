@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from ragkv.controller import Chunk, Load, Profile, Sample, plan
+from ragkv.controller.cost_model import Chunk, Load, Profile, Sample, plan
+from ragkv.controller.profile import ProfileFile
 from ragkv.policies import Policy
-from ragkv.profiling import ProfileFile
 
 # Roughly two CPU cores and a small model: 1 s and 0.1 s for a thousand tokens, prefilled and fused.
 PROFILE = Profile("query", prefill=(20.0, 1000.0, 100.0), fused=(60.0, 30.0, 800.0, 1500.0, 50.0, 90.0), cold_ms=50.0)

@@ -1,0 +1,1 @@
+"""Work that waits until nobody waits for an answer."""

@@ -1,0 +1,1 @@
+"""Which way answers a request soonest on this machine."""

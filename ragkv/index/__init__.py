@@ -1,0 +1,1 @@
+"""Documents to stored chunks: indexing, uploads, deletion."""

@@ -1,0 +1,1 @@
+"""Facts and settings of the machine."""
