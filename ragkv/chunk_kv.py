@@ -1,6 +1,7 @@
 """Names, contexts and places chunks' KV: what lies between chunks as token ids and an engine's tasks.
 
-Every chunk has a record that was precomputed after the anchor; where contexts are averaged, a second one with the mean. A chunk that stands directly behind the anchor takes the first one, which is exact there.
+Every chunk has a record that was precomputed after the anchor; where contexts are averaged, a second one with the mean.
+A chunk that stands directly behind the anchor takes the first one, which is exact there.
 """
 
 import asyncio
@@ -83,8 +84,8 @@ class ChunkKV:
         """Make the records that these chunks (token ids by hash) don't have. Returns how many chunks had none.
 
         others: for each chunk, what its average sees before it, likeliest first: where other chunks are precomputed
-        after the anchor. Those that have no KV are passed over. done: told each chunk's hash and the number of contexts that
-        it took. Raises StoreError if there is no space.
+        after the anchor. Those that have no KV are passed over. done: told each chunk's hash and the number of contexts
+        that it took. Raises StoreError if there is no space.
         """
         missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
         await _all(self._precompute(engine, digest, tokens, done) for digest, tokens in missing.items())
