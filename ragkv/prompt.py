@@ -1,9 +1,9 @@
 """Lays out the prompt: anchor, chunks, question; in a conversation, each turn's chunks before its question. Knows
 nothing about KV or retrieval.
 
-The anchor is everything that stands before the first chunk, the same for every request: chunks are precomputed
-after it, so that they see the real attention sink. The parts are tokenised apart, so a chunk has the same tokens anywhere, and a
-conversation's prompt begins with the one of the turn before.
+The anchor is everything that stands before the first chunk, the same for every request: chunks are precomputed after
+it, so that they see the real attention sink. The parts are tokenised apart, so a chunk has the same tokens anywhere,
+and a conversation's prompt begins with the one of the turn before.
 """
 
 import re

@@ -48,9 +48,9 @@ class Workspace:
     """Opens a home, after checking that it belongs to the configured models, and loads the embedder. vLLM starts with
     the first work that needs it.
 
-    engine: None until then. precomputing: held by who precomputes chunks for documents that are in no catalogue
-    yet, and by who deletes what no catalogue has. Raises ModelError for a missing model, StoreError for a home of another model or
-    version.
+    engine: None until then. precomputing: held by who precomputes chunks for documents that are in no catalogue yet,
+    and by who deletes what no catalogue has. Raises ModelError for a missing model, StoreError for a home of another
+    model or version.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
 """Never slower than full prefill: what a request would take by each way of answering it, and the quickest way.
 
-A profile of the machine and model (`ragkv.controller.profile`) gives the times. Chunks that are quicker to
-compute than to load are computed, and a prompt that vLLM prefills faster than it can be fused is left to vLLM.
-CacheBlend's rule, to recompute as much as loading hides, is about the budget; here the budget stays what quality asks for.
+A profile of the machine and model (`ragkv.controller.profile`) gives the times. Chunks that are quicker to compute than
+to load are computed, and a prompt that vLLM prefills faster than it can be fused is left to vLLM. CacheBlend's rule, to
+recompute as much as loading hides, is about the budget; here the budget stays what quality asks for.
 """
 
 from collections.abc import Sequence
