@@ -28,9 +28,9 @@ from ragkv.controller.profile import load_of, measure
 from ragkv.controller.requests import Bench, rig, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
-from ragkv.planning import planned
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
+from ragkv.routing import plan_task
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -97,7 +97,7 @@ class _Case:
                 self.store.drop_cached(self.far)
                 request: FuseTask | None = self.task if name == "fuse" else None
                 if name == "controller":
-                    found, request = planned(self.profile, num_tokens, self.task, self.kv, self.store)
+                    found, request = plan_task(self.profile, num_tokens, self.task, self.kv, self.store)
                 collected.append(await self._ttft_ms(request))
         assert found is not None
         medians = {name: median(collected[1:]) for name, collected in times.items()}  # the first round warms up

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ragkv.errors import ModelError
+from ragkv.errors import ContextTooLongError, ModelError
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
@@ -72,6 +72,18 @@ class PromptLayout:
     def instruction_tokens(self, instruction: str) -> list[int]:
         """The asker's own instruction, to stand before a question's tokens."""
         return self._plain(f"{instruction}\n\n") if instruction else []
+
+    def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
+        """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
+        num_tokens = len(self.question_tokens(question)) + len(self.instruction_tokens(instruction))
+        limit = max(0, max_model_len - len(self.anchor) - max_tokens)
+        if num_tokens > limit:
+            raise ContextTooLongError(
+                f"the question has {num_tokens} tokens; with an answer of up to {max_tokens} tokens, at most {limit} "
+                f"fit into the model's context of {max_model_len}",
+                num_tokens,
+                limit,
+            )
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Of each token by itself: part of a character is a replacement character."""

@@ -256,7 +256,7 @@ async def _open_to_serve(config: Config, fetch: bool) -> AsyncIterator["Tenants"
         main = await open_pipeline(config)
         stack.push_async_callback(main.close)
         await _profile_once(main)
-        pipelines = {MAIN: main, **{name: main.beside(name) for name in config.tenants if name != MAIN}}
+        pipelines = {MAIN: main, **{name: main.for_tenant(name) for name in config.tenants if name != MAIN}}
         home = main.workspace.home
         yield Tenants(config, pipelines, {name: home.folder(name) / "uploads" for name in pipelines})
 

@@ -92,7 +92,7 @@ async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = No
         from ragkv.pipeline import Pipeline
 
         pipeline = await Pipeline.open(config, report, start=for_index_of is None, tenant=tenant)
-        if for_index_of is not None and pipeline.needs_model(for_index_of):
+        if for_index_of is not None and pipeline.indexer.needs_model(for_index_of):
             await pipeline.start(report)
         return pipeline
 

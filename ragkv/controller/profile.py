@@ -5,7 +5,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
+from ragkv.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,25 @@ class ProfileFile:
             logger.warning("%s can't be read (%s); it is made anew", self._file, error)
             return {}
         return profiles if isinstance(profiles, dict) else {}
+
+
+async def profile_machine(workspace: Workspace, policy: Policy, report: Callable[[str], None]) -> Profile | None:
+    """Measure what requests of this policy take; None for a model that isn't fused, or a policy without reuse.
+
+    The chunks that are precomputed for it are deleted afterwards. Raises StoreError if there is no space for them.
+    """
+    engine = await workspace.start(report)
+    if not workspace.fuses or policy.is_full:
+        return None
+    report("measuring this machine, once")
+    kv = ChunkKV(workspace.layout.anchor, workspace.owner.fingerprint, engine.kv_heads, num_contexts=1)
+    chunk_tokens = workspace.config.index.chunk_tokens
+    bench = Bench(engine, workspace.layout, workspace.folder, kv, workspace.store, chunk_tokens)
+    try:
+        return await measure(bench, kv, policy, workspace.store, engine.max_model_len)
+    finally:
+        if unused := workspace.main.catalog.unreferenced(bench.precomputed):
+            workspace.store.delete(unused)
 
 
 async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:

@@ -15,7 +15,8 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import Found, IngestProgress, IngestReport, Step, Work, batches
+from ragkv.index.ingestion import IngestProgress, IngestReport, Scan, Step, Work, batches
+from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.embedder import Vectors
 from ragkv.retriever.hashing import chunk_hash
@@ -32,27 +33,14 @@ class Indexer:
         self._in_work: set[str] = set()  # documents whose chunks are being precomputed
         self._precomputed: set[str] = set()  # chunks that are precomputed for them
 
-    async def ingest(
-        self,
-        paths: Sequence[Path],
-        progress: Callable[[IngestProgress], None] = lambda step: None,
-        hint: Hint | None = None,
-    ) -> IngestReport:
-        """Bring the index up to date with these files and folders; documents that are gone from them are removed.
-
-        Unchanged documents cost no work. Interrupted at any moment, it goes on where it stopped when run again: a
-        document is in the catalogue only once the KV of all its chunks is in the store. hint: how the KV of all
-        documents in `paths` is to be treated when room is needed; None leaves it as it was. Raises StoreError if there
-        is no space or another process is changing the home; a bad document is reported and the others are indexed.
-        """
-        with self._workspace.home.indexing():
-            report = IngestReport()
-            files = find_files(paths)
-            found = Found(files={str(file.resolve()) for file in files})
-            await asyncio.to_thread(self._load, files, found, report, progress)
-            await self._index(found, report, progress, lambda id: False)
-            await self._finish(self._missing(paths, found), found, report, hint)
-            return report
+    async def scan_files(self, paths: Sequence[Path], progress: Callable[[IngestProgress], None]) -> Scan:
+        """Read these files and folders, and chunk the documents that are new or changed."""
+        scan = Scan()
+        files = find_files(paths)
+        scan.files |= {str(file.resolve()) for file in files}
+        await asyncio.to_thread(self._load, files, scan, progress)
+        scan.vanished = self._missing(paths, scan)
+        return scan
 
     async def ingest_documents(
         self,
@@ -61,19 +49,18 @@ class Indexer:
         hint: Hint | None = None,
         is_withdrawn: Callable[[str], bool] = lambda id: False,
     ) -> IngestReport:
-        """As `ingest`, of documents that were read before; of the files they are from, other documents are removed.
+        """Index documents that were read before, as `Pipeline.ingest` does; other documents of their files are removed.
 
         is_withdrawn: asked just before a document would be entered into the catalogue.
         """
         with self._workspace.home.indexing():
-            report = IngestReport()
-            found = Found()
-            await asyncio.to_thread(self._consider_all, documents, found, report)
-            await self._index(found, report, progress, is_withdrawn)
-            ids = {id for file in found.files for id in self._corpus.catalog.document_ids_of(file)}
-            vanished = [id for id in sorted(ids - found.documents) if source_file(id) in found.files]
-            await self._finish(vanished, found, report, hint)
-            return report
+            scan = Scan()
+            await asyncio.to_thread(self._consider_all, documents, scan)
+            await self.precompute(scan, progress, is_withdrawn)
+            ids = {id for file in scan.files for id in self._corpus.catalog.document_ids_of(file)}
+            scan.vanished = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
+            await self.finish(scan, hint)
+            return scan.report
 
     async def delete(self, ids: Collection[str]) -> Deletion:
         """Delete these documents with their vectors and KV, for good before it returns. Waits for a batch in work that
@@ -85,82 +72,82 @@ class Indexer:
                     delete_for_good, corpus.catalog, corpus.index, store, ids, wanted=set(self._precomputed)
                 )
 
-    async def _index(
+    async def precompute(
         self,
-        found: Found,
-        report: IngestReport,
+        scan: Scan,
         progress: Callable[[IngestProgress], None],
-        is_withdrawn: Callable[[str], bool],
+        is_withdrawn: Callable[[str], bool] = lambda id: False,
     ) -> None:
-        """Precompute what there is to do, batch by batch."""
+        """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
         self._workspace.home.claim(self._corpus.catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
-        if found.work or self._anchor_is_lost():
+        if scan.work or self._anchor_is_lost():
             await self._precompute_anchor()
         num_contexts = self._settings.num_contexts
-        total, done = num_contexts * sum(len(item.chunks) for item in found.work), 0
-        for batch in batches(found.work):
+        total, done = num_contexts * sum(len(item.chunks) for item in scan.work), 0
+        for batch in batches(scan.work):
             async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
-                    await self._ingest_batch(batch, report, Step(progress, done, total), is_withdrawn)
+                    await self._ingest_batch(batch, scan.report, Step(progress, done, total), is_withdrawn)
                 finally:
                     self._in_work, self._precomputed = set(), set()
             done += num_contexts * sum(len(item.chunks) for item in batch)
 
-    async def _finish(self, vanished: Iterable[str], found: Found, report: IngestReport, hint: Hint | None) -> None:
+    async def finish(self, scan: Scan, hint: Hint | None) -> None:
+        """Remove the documents that vanished and the KV that nothing uses, and save the vectors."""
+        report = scan.report
+
         def finish() -> None:
-            for id in vanished:
+            for id in scan.vanished:
                 hashes = self._hashes_of([id])
                 self._corpus.catalog.delete_document(id)
                 report.chunks_deleted += self.forget(hashes)
                 report.documents_removed += 1
             report.chunks_deleted += self._collect_garbage()
             if hint is not None:
-                self._workspace.store.hint(self._hashes_of(found.documents), hint)
+                self._workspace.store.hint(self._hashes_of(scan.documents), hint)
             self._corpus.index.sync(self._corpus.catalog)
             self._corpus.index.save(few=False)
 
         async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
 
-    def _load(
-        self, files: Sequence[Path], found: Found, report: IngestReport, progress: Callable[[IngestProgress], None]
-    ) -> None:
+    def _load(self, files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> None:
         """Read every file; chunk what is new or changed."""
         stored = self._stored(self._workspace.anchor_hash)
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
                 if isinstance(document, DocumentError):
-                    report.rejected.append(document)
-                    found.rejected.add(str(file.resolve()))
+                    scan.report.rejected.append(document)
+                    scan.rejected.add(str(file.resolve()))
                 else:
-                    self._consider(document, stored, found, report)
+                    self._consider(document, stored, scan)
         progress(IngestProgress("load", len(files), len(files), ""))
 
-    def _consider_all(self, documents: Iterable[Document], found: Found, report: IngestReport) -> None:
+    def _consider_all(self, documents: Iterable[Document], scan: Scan) -> None:
         stored = self._stored(self._workspace.anchor_hash)
         for document in documents:
-            found.files.add(source_file(document.id))
-            self._consider(document, stored, found, report)
+            scan.files.add(source_file(document.id))
+            self._consider(document, stored, scan)
 
-    def _consider(self, document: Document, stored: set[str], found: Found, report: IngestReport) -> None:
+    def _consider(self, document: Document, stored: set[str], scan: Scan) -> None:
         """Chunk the document, unless the catalogue has it as it is."""
-        found.documents.add(document.id)
+        scan.documents.add(document.id)
         digest = self._digest(document)
         known = self._corpus.catalog.document_digest(document.id)
         if known == digest and self._has_all_kv(document.id, stored):
-            report.documents_unchanged += 1
+            scan.report.documents_unchanged += 1
             return
         try:
-            found.work.append(Work(document, digest, self._workspace.chunker.split(document)))
+            scan.work.append(Work(document, digest, self._workspace.chunker.split(document)))
         except DocumentError as error:
-            report.rejected.append(error)
+            scan.report.rejected.append(error)
             return
-        report.documents_new += known is None
-        report.documents_changed += known is not None
+        scan.report.documents_new += known is None
+        scan.report.documents_changed += known is not None
 
     def _digest(self, document: Document) -> str:
         """Changes whenever the document would be indexed differently."""
@@ -170,6 +157,11 @@ class Indexer:
     def _has_all_kv(self, document_id: str, stored: set[str]) -> bool:
         chunks = self._corpus.catalog.document_chunks(document_id)
         return not self._workspace.fuses or all(chunk.chunk_hash in stored for chunk in chunks)
+
+    def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]:
+        """Return a document's chunks, each with whether its KV is stored."""
+        stored = set(self._workspace.store.chunk_hashes())
+        return [(chunk, chunk.chunk_hash in stored) for chunk in self._corpus.catalog.document_chunks(document_id)]
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
@@ -251,14 +243,14 @@ class Indexer:
         lengths = self._corpus.catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
         return {digest: [kv.span(h, lengths[h]) for h in found if h in lengths] for digest, found in others.items()}
 
-    def _missing(self, paths: Sequence[Path], found: Found) -> list[str]:
+    def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
         """Documents that lay in the folders and files given and are there no longer."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
         missing = []
         for id in self._corpus.catalog.document_ids():
-            file = id if id in found.files else source_file(id)
-            read = file in found.files or any(Path(file).is_relative_to(folder) for folder in folders)
-            if read and id not in found.documents and file not in found.rejected:
+            file = id if id in scan.files else source_file(id)
+            read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
+            if read and id not in scan.documents and file not in scan.rejected:
                 missing.append(id)
         return missing
 

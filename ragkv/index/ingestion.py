@@ -43,13 +43,16 @@ class Work:
 
 
 @dataclass
-class Found:
-    """What the files hold: paths of all, and of those with a rejected document; document ids; what there is to do."""
+class Scan:
+    """What was read: paths of all files, and of those with a rejected document; document ids; the documents to index;
+    the ids of documents that vanished since; the report so far."""
 
     files: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
+    vanished: list[str] = field(default_factory=list)
+    report: IngestReport = field(default_factory=IngestReport)
 
 
 @dataclass(frozen=True)

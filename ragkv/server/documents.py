@@ -150,7 +150,7 @@ def documents(tenants: Tenants) -> APIRouter:
                 await anyio.to_thread.run_sync(_save, file, path)
             room = tenant.limits.max_text_bytes
             if room is not None:
-                room -= await anyio.to_thread.run_sync(lambda: tenant.pipeline.text_bytes)
+                room -= await anyio.to_thread.run_sync(lambda: tenant.pipeline.catalog.text_bytes)
             added = await tenant.uploads.add(list(zip(paths, names, strict=True)), hint, room)
         response.headers["Location"] = f"/v1/jobs/{added.id}"
         return Job.of(added)
@@ -178,7 +178,7 @@ def documents(tenants: Tenants) -> APIRouter:
     ) -> DocumentList:
         """Indexed documents."""
         pipeline = tenants.of(request).pipeline
-        infos = await anyio.to_thread.run_sync(pipeline.documents, after, limit + 1)
+        infos = await anyio.to_thread.run_sync(pipeline.catalog.documents, after, limit + 1)
         more = infos[limit - 1].id if len(infos) > limit else None
         return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
 
@@ -190,10 +190,11 @@ def documents(tenants: Tenants) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
     ) -> DocumentWithChunks:
         """A document and its chunks."""
-        found = await anyio.to_thread.run_sync(tenants.of(request).pipeline.document, name)
-        if found is None:
+        pipeline = tenants.of(request).pipeline
+        info = await anyio.to_thread.run_sync(pipeline.catalog.document, name)
+        if info is None:
             raise _no_document(name)
-        info, chunks = found
+        chunks = await anyio.to_thread.run_sync(pipeline.indexer.document_chunks, name)
         return DocumentWithChunks(
             **_fields(info),
             chunks=[
@@ -208,11 +209,11 @@ def documents(tenants: Tenants) -> APIRouter:
         taken back."""
         tenant = tenants.of(request)
         withdrawn = await anyio.to_thread.run_sync(tenant.uploads.withdraw, name)
-        known = await anyio.to_thread.run_sync(tenant.pipeline.document_ids_of, name)
+        known = await anyio.to_thread.run_sync(tenant.pipeline.catalog.document_ids_of, name)
         ids = {id for id in known if name in (id, source_file(id))}
         if not ids | withdrawn:
             raise _no_document(name)
-        deletion = await tenant.pipeline.delete(ids | withdrawn)
+        deletion = await tenant.pipeline.indexer.delete(ids | withdrawn)
         return DeletionResponse(
             name=name,
             documents=sorted(ids | withdrawn),

@@ -20,7 +20,7 @@ class Tenant:
     def __init__(self, pipeline: Pipeline, uploads: Path, limits: Limits, metrics: Metrics) -> None:
         self.pipeline, self.limits = pipeline, limits
         self.observed = Observed(pipeline, metrics, limits)
-        self.uploads = Uploads(uploads, pipeline.ingest_documents)
+        self.uploads = Uploads(uploads, pipeline.indexer.ingest_documents)
         metrics.budget.labels(pipeline.tenant).set(pipeline.defaults.budget)
         pipeline.canary.on_drift = lambda d: metrics.drifted(pipeline.tenant, d, pipeline.defaults.budget)
 

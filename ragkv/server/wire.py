@@ -33,7 +33,7 @@ from ragkv.errors import (
 from ragkv.index.deletion import Deletion
 from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
-from ragkv.retriever.catalog import Chunk, DocumentInfo
+from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.documents import Document
 from ragkv.store.eviction import HINTS, Hint
 
@@ -53,8 +53,29 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
 T = TypeVar("T")
 
 
+class Indexer(Protocol):
+    """What changes a tenant's documents (`ragkv.index.indexer`)."""
+
+    async def ingest_documents(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[IngestProgress], None],
+        hint: Hint | None,
+        is_withdrawn: Callable[[str], bool],
+    ) -> IngestReport: ...
+
+    async def delete(self, ids: Collection[str]) -> Deletion: ...
+
+    def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]: ...
+
+
 class Pipeline(Protocol):
     """What is served. `answer` is closed, which cancels the generation, when the client goes away."""
+
+    catalog: Catalog
+
+    @property
+    def indexer(self) -> Indexer: ...
 
     @property
     def is_ready(self) -> bool: ...
@@ -78,26 +99,7 @@ class Pipeline(Protocol):
 
     async def search(self, question: str, top_k: int) -> list[Source]: ...
 
-    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]: ...
-
-    def document_ids_of(self, name: str) -> list[str]: ...
-
-    def document(self, id: str) -> tuple[DocumentInfo, list[tuple[Chunk, bool]]] | None: ...
-
-    @property
-    def text_bytes(self) -> int: ...
-
-    async def ingest_documents(
-        self,
-        documents: Iterable[Document],
-        progress: Callable[[IngestProgress], None],
-        hint: Hint | None,
-        is_withdrawn: Callable[[str], bool],
-    ) -> IngestReport: ...
-
     async def start(self) -> object: ...
-
-    async def delete(self, ids: Collection[str]) -> Deletion: ...
 
     async def close(self) -> None: ...
 

@@ -37,7 +37,7 @@ def clients(runner, home):
 
     async def open_all():
         main = await Pipeline.open(config)
-        pipelines = {MAIN: main, **{name: main.beside(name) for name in KEYS if name != MAIN}}
+        pipelines = {MAIN: main, **{name: main.for_tenant(name) for name in KEYS if name != MAIN}}
         served = Tenants(config, pipelines, {name: home / f"uploads-{name}" for name in KEYS})
         served.start()
         transport = httpx.ASGITransport(create_app(served))

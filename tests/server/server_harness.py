@@ -49,13 +49,11 @@ SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
 CONFIG = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_tokens": 40})
 
 
-class Library:
-    """What a pipeline does with documents, on a real catalogue: a chunk for each paragraph, and no KV."""
+class ParagraphIndexer:
+    """An indexer on a real catalogue: a chunk for each paragraph, and no KV."""
 
-    def __init__(self, folder: Path, tenant: str = MAIN) -> None:
-        self.tenant, self._catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
-        self.defaults = CONFIG.answer
-        self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(), self.score)
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self.obstacles: list[Exception] = []  # what the next ingests raise
 
     async def ingest_documents(self, documents, progress, hint, is_withdrawn):
@@ -86,32 +84,18 @@ class Library:
         num_chunks = sum(len(self._catalog.document_chunks(id)) for id in ids)
         return Deletion([id for id in ids if self._catalog.delete_document(id)], num_chunks, 0, 1000 * num_chunks)
 
-    def documents(self, after="", limit=None):
-        return self._catalog.documents(after, limit)
-
-    def document_ids_of(self, name):
-        return self._catalog.document_ids_of(name)
-
-    def document(self, id):
-        info = self._catalog.document(id)
-        return info and (info, [(chunk, True) for chunk in self._catalog.document_chunks(id)])
-
-    @property
-    def text_bytes(self):
-        return self._catalog.text_bytes
-
-    async def score(self, sample):
-        pytest.fail("scored")
-
-    async def search(self, question, top_k):
-        return [SOURCE] * top_k
+    def document_chunks(self, document_id):
+        return [(chunk, True) for chunk in self._catalog.document_chunks(document_id)]
 
 
-class ScriptedPipeline(Library):
+class ScriptedPipeline:
     """Plays `script`: events are yielded, exceptions raised, events of asyncio waited for."""
 
     def __init__(self, folder: Path, script=SCRIPT, tenant: str = MAIN) -> None:
-        super().__init__(folder, tenant)
+        self.tenant, self.catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
+        self.indexer = ParagraphIndexer(self.catalog)
+        self.defaults = CONFIG.answer
+        self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(), self.score)
         self.play(script)
 
     def play(self, script=SCRIPT) -> None:
@@ -141,6 +125,12 @@ class ScriptedPipeline(Library):
         except (asyncio.CancelledError, GeneratorExit):
             cancelled.set()
             raise
+
+    async def score(self, sample):
+        pytest.fail("scored")
+
+    async def search(self, question, top_k):
+        return [SOURCE] * top_k
 
     async def close(self):
         self.is_ready = False

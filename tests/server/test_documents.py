@@ -169,7 +169,7 @@ def test_two_files_of_one_name(client) -> None:
 
 
 def test_an_upload_waits_while_the_home_is_busy(pipeline, client) -> None:
-    pipeline.obstacles = [BusyError("another `ragkv` is changing it")]
+    pipeline.indexer.obstacles = [BusyError("another `ragkv` is changing it")]
     response = upload(client, ("a.txt", b"text"))
     for _ in range(100):
         job = client.get(response.headers["location"]).json()
@@ -182,7 +182,7 @@ def test_an_upload_waits_while_the_home_is_busy(pipeline, client) -> None:
 
 
 def test_what_is_taken_is_indexed_after_a_restart(pipeline, tmp_path) -> None:
-    pipeline.obstacles = [StoreError("no space"), RuntimeError("a bug")]
+    pipeline.indexer.obstacles = [StoreError("no space"), RuntimeError("a bug")]
     with running({MAIN: pipeline}, tmp_path) as client:
         waiting = upload(client, ("a.txt", b"text")).json()["id"]
         time.sleep(0.3)
@@ -202,7 +202,7 @@ def test_what_is_taken_is_indexed_after_a_restart(pipeline, tmp_path) -> None:
 
 
 def test_a_document_that_is_not_indexed_yet_can_be_deleted(pipeline, client, tmp_path) -> None:
-    pipeline.obstacles = [StoreError("no space")]
+    pipeline.indexer.obstacles = [StoreError("no space")]
     upload(client, ("a.txt", b"secret"), ("b.txt", b"other"))
     assert client.delete("/v1/documents/a.txt").json()["documents"] == ["a.txt"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
@@ -212,7 +212,7 @@ def test_a_document_that_is_not_indexed_yet_can_be_deleted(pipeline, client, tmp
 
 def test_too_many_uploads_wait(pipeline, client, monkeypatch) -> None:
     monkeypatch.setattr("ragkv.index.uploads.MAX_WAITING", 2)
-    pipeline.obstacles = [StoreError("no space")]
+    pipeline.indexer.obstacles = [StoreError("no space")]
     assert [upload(client, (f"{i}.txt", b"text")).status_code for i in range(2)] == [202, 202]
     response = upload(client, ("c.txt", b"text"))
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0

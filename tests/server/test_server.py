@@ -280,12 +280,14 @@ SLOW_SERVER = textwrap.dedent("""
     from ragkv.server import serve
     from ragkv.server.tenants import Tenants
 
+    class Indexer:
+        async def ingest_documents(self, *_): ...
+
     class Slow:
+        catalog, indexer = None, Indexer()
         tenant, is_ready, counters, defaults = MAIN, True, {}, Config().answer
         gauges = {}
         canary = Canary(Config().canary, 0.05, Idle(), None)
-
-        async def ingest_documents(self, *_): ...
 
         async def answer(self, question, options):
             yield Retrieved([])
