@@ -40,7 +40,8 @@ def pin(line: str) -> str | None:
 
 
 for extra in ("cpu", "cuda"):
-    command = ["uv", "pip", "compile", "pyproject.toml", "--extra", extra, "--extra", "dev", "--universal", "--quiet"]
+    command = ["uv", "pip", "compile", "pyproject.toml", "--universal", "--quiet"]
+    command += [argument for name in (extra, "dev", "eval") for argument in ("--extra", name)]
     command += ["--python-version", PYTHONS[0], "--no-emit-index-url", "--no-annotate", "--no-header"]
     if extra == "cpu":
         command += ["--override", "requirements/overrides.txt"]
