@@ -82,8 +82,8 @@ class Fusion:
             report.problem = "less than half of the prompt is cached"
         return report
 
-    def prepare(self, job: Job) -> None:
-        """Have what the job is going to read brought nearer while it waits for its turn."""
+    def prefetch(self, job: Job) -> None:
+        """Have what the job is going to read brought into the page cache while it waits for its turn."""
         task = job.task.fuse if isinstance(job.task, ScoreTask) else job.task
         assert isinstance(task, FuseTask)
         if not task.policy.is_full:

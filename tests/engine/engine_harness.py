@@ -122,11 +122,11 @@ class Switchable(WorkerExtension):
         fusion.pays = pays if wanted else lambda kernels, positions: False
 
     def use_slices_of(self, num_tokens: int | None):
-        from ragkv.engine import connector
+        from ragkv.engine import worker
 
-        slices = getattr(connector, "own_slice_tokens", connector.slice_tokens)
-        connector.own_slice_tokens = slices
-        connector.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
+        slices = getattr(worker, "own_slice_tokens", worker.slice_tokens)
+        worker.own_slice_tokens = slices
+        worker.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
 
     def use_blocks_of_vllm(self, wanted: bool):
         from ragkv.engine.loader import Source

@@ -1,0 +1,69 @@
+"""The scheduler's half of the connector: which requests are ours, what the worker is to do for them, and its reports.
+
+Runs in vLLM's scheduler process. Knows nothing about KV, stores or the model.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ragkv.engine.steps import StepWork
+from ragkv.engine.task import PARAMS_KEY, FuseTask, Job, Report, task_from_params
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class SchedulerSide:
+    """Our requests in work.
+
+    Each is matched, started once it has blocks, sent to the worker with the next step, reported on, and finished. It
+    may be aborted at any of these.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self.reports: dict[str, Report] = {}
+
+    def match(self, request: "Request", num_computed: int) -> tuple[int, bool]:
+        """Return how many tokens after the `num_computed` are loaded, and that loading is asynchronous.
+
+        That is all of the prompt but its last token, or none if vLLM's prefix cache covers what we could add.
+        """
+        task = task_from_params(request.kv_transfer_params)
+        report = self.reports.get(request.request_id)
+        if task is None or (report is not None and report.failed):
+            return 0, False
+        num_tokens = request.num_prompt_tokens - 1
+        useful = num_tokens
+        if isinstance(task, FuseTask) and not task.policy.is_full:
+            useful = task.spans[-1].end if task.spans else 0
+        return (num_tokens - num_computed, True) if num_computed < useful else (0, False)
+
+    def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
+        """Make the request's job, now that vLLM has given it blocks."""
+        task = task_from_params(request.kv_transfer_params)
+        assert task is not None
+        token_ids = list(request.prompt_token_ids or [])[:-1]
+        job = Job(request.request_id, task, token_ids, block_ids, num_prefix=len(token_ids) - num_external)
+        self._jobs[request.request_id] = job
+        self._running.add(request.request_id)
+
+    def take_work(self, num_others: int, num_scheduled: int) -> StepWork:
+        """Return what the worker is to do from this step on."""
+        work = StepWork(list(self._jobs.values()), self._aborted, num_others, num_scheduled)
+        self._jobs, self._aborted = {}, set()
+        return work
+
+    def keep(self, reports: dict[str, Report]) -> None:
+        """Keep the reports of requests that haven't been aborted in the meantime."""
+        self.reports.update({id: report for id, report in reports.items() if id in self._running})
+
+    def finish(self, request_id: str) -> dict[str, Any] | None:
+        """Forget the request. Returns its report as plain data, None if it has none."""
+        if request_id in self._running and request_id not in self.reports:
+            self._aborted.add(request_id)
+        self._running.discard(request_id)
+        report = self.reports.pop(request_id, None)
+        return {PARAMS_KEY: dataclasses.asdict(report)} if report else None
