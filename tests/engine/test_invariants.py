@@ -12,8 +12,8 @@ from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, la
 from store_samples import drop_cached
 from tokenizers import Tokenizer
 
-from ragkv.engine.worker import slice_tokens
 from ragkv.engine.task import Span
+from ragkv.engine.worker import slice_tokens
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
