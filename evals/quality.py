@@ -220,7 +220,7 @@ class _Bench:
                 shown = {
                     "pieces": pieces,
                     "chunk_ranges": prompt.chunk_ranges,
-                    "recomputed_runs": report.recomputed_runs,
+                    "recomputed_runs": report.tokens.recomputed_runs,
                     "answer": answer,
                     "answer_full": full_answer,
                 }
@@ -240,10 +240,10 @@ class _Bench:
                     "word_f1": scores.word_f1(answer, example.answers),
                     "word_f1_full": scores.word_f1(full_answer, example.answers),
                     "tokens": len(prompt.token_ids),
-                    "recomputed_share": sum(end - start for start, end in report.recomputed_runs)
+                    "recomputed_share": sum(end - start for start, end in report.tokens.recomputed_runs)
                     / prompt.chunk_ranges[-1][1],
-                    "covered": report.covered,
-                    "evenness": report.evenness,
+                    "covered": report.votes.covered,
+                    "evenness": report.votes.evenness,
                     "ttft_ms": ttft_ms,
                     "baseline_ttft_ms": baseline_ms,
                     **shown,

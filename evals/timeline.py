@@ -119,7 +119,7 @@ async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> lis
         task = replace(on.kv.task(prompt, digests, policy, on.store), trace=True)
         keys = [on.kv.key(span) for span in task.spans]
         for _ in range(_WARM_UP):
-            trace = (await bench.ask(prompt, task)).report.trace or []
+            trace = (await bench.ask(prompt, task)).report.stages.trace or []
         num_layers = 1 + max(layer for _, layer, _, _ in trace)
         residency = Residency(on.store, keys, num_layers)
         timelines = {}
@@ -145,7 +145,7 @@ async def _watched(request: Coroutine[Any, Any, Timed], residency: Residency) ->
         times.append(time.perf_counter() - begin)
         await asyncio.sleep(_EVERY_S)
     timed = asking.result()
-    loads = [(stage, layer, a - begin, b - begin) for stage, layer, a, b in timed.report.trace or []]
+    loads = [(stage, layer, a - begin, b - begin) for stage, layer, a, b in timed.report.stages.trace or []]
     return Timeline(1e-3 * timed.ttft_ms, residency.sizes, loads, times, resident)
 
 

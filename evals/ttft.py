@@ -88,7 +88,7 @@ def _row(prompt: Prompt, policy: Policy, samples: Sequence[Timed], baseline_ms: 
         "ttft_ms": round(ttft_ms, 1),
         "baseline_ttft_ms": round(baseline_ms, 1),
         "speedup": round(baseline_ms / ttft_ms, 2),
-        "reused_tokens": report.reused_tokens,
-        "recomputed_tokens": report.recomputed_tokens + 1,  # vLLM computes the prompt's last token itself
+        "reused_tokens": report.tokens.reused,
+        "recomputed_tokens": report.tokens.recomputed + 1,  # vLLM computes the prompt's last token itself
         **stages,
     }

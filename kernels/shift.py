@@ -30,7 +30,7 @@ def averaging(counts: Sequence[int]) -> torch.Tensor:
     return matrix / matrix.sum(1, keepdim=True)
 
 
-def learn(
+def mean_shifts(
     fresh_k: torch.Tensor,
     fresh_v: torch.Tensor,
     cached_k: torch.Tensor,

@@ -32,7 +32,7 @@ class Generation:
     @property
     def unusable_chunks(self) -> list[str]:
         """The hashes of the chunks whose KV was missing or damaged."""
-        return self.output.report.unusable_chunks if self.output.report else list(self._request.missing)
+        return self.output.report.chunks.unusable if self.output.report else list(self._request.missing)
 
     async def run(self, engine: Engine) -> AsyncGenerator[str, None]:
         """Generate, and yield each piece of text. Closing the generator aborts the request."""
@@ -80,9 +80,12 @@ class Generation:
             return answer if answer.fallback is None else replace(answer, policy="full")
         if report.failed:
             return replace(answer, policy="full", fallback=report.problem)
-        stages = {name: getattr(report, name) for name in ("load_ms", "probe_ms", "recompute_ms")}
-        timings = replace(answer.timings, **stages)
-        return replace(answer, policy=report.policy, fallback=report.problem, timings=timings)
+        stages = report.stages
+        timings = replace(
+            answer.timings, load_ms=stages.load_ms, probe_ms=stages.probe_ms, recompute_ms=stages.recompute_ms
+        )
+        policy = report.policy.label if report.policy else answer.policy
+        return replace(answer, policy=policy, fallback=report.problem, timings=timings)
 
 
 def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -> TokenOrigins:

@@ -150,7 +150,7 @@ class Pipeline:
         self._router.keep(request, asked, options, generation.text)
         if self.workspace.fuses and not options.policy.is_full:
             self._restorer.add([*generation.unusable_chunks, *request.without_mean])
-        if report and report.reused_tokens and request.task is not None and not request.continues:
+        if report and report.tokens.reused and request.task is not None and not request.continues:
             tokens = generation.tokens[: self.config.canary.tokens]
             self.canary.offer(Sample(request.prompt.token_ids, request.task, tokens))
 

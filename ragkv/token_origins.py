@@ -14,9 +14,9 @@ def usage_of(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -
     if report is None or report.failed:
         prefix = 0 if report else output.num_cached_tokens
         return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
-    memory = sum(end - start for start, end, in_memory in report.loaded if in_memory)
-    recomputed = report.recomputed_tokens + 1
-    return Usage(num_tokens, report.prefix_tokens, report.reused_tokens, recomputed, num_completion_tokens, memory)
+    memory = sum(end - start for start, end, in_memory in report.tokens.loaded if in_memory)
+    recomputed = report.tokens.recomputed + 1
+    return Usage(num_tokens, report.tokens.prefix, report.tokens.reused, recomputed, num_completion_tokens, memory)
 
 
 def runs_of(prompt: Prompt, output: EngineOutput, sources: Sequence[int | None]) -> list[Run]:
@@ -28,10 +28,10 @@ def runs_of(prompt: Prompt, output: EngineOutput, sources: Sequence[int | None])
         belongs[start:end] = [source] * (end - start)
     num_prefix = output.num_cached_tokens
     if report is not None:
-        num_prefix = 0 if report.failed else report.prefix_tokens
-        for start, end, in_memory in () if report.failed else report.loaded:
+        num_prefix = 0 if report.failed else report.tokens.prefix
+        for start, end, in_memory in () if report.failed else report.tokens.loaded:
             kinds[start:end] = ["memory" if in_memory else "disk"] * (end - start)
-        for start, end in () if report.failed else report.recomputed_runs:
+        for start, end in () if report.failed else report.tokens.recomputed_runs:
             kinds[start:end] = ["recomputed"] * (end - start)
     kinds[:num_prefix] = ["prefix"] * num_prefix
     kinds[-1] = "computed"

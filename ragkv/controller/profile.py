@@ -119,7 +119,7 @@ class _Request:
 
     @property
     def is_as_asked(self) -> bool:
-        return self.task is not None and self.timed[-1].report.policy == self.task.policy.label
+        return self.task is not None and self.timed[-1].report.policy == self.task.policy
 
     @property
     def sample(self) -> Sample:

@@ -1,40 +1,47 @@
 """Attention of a pass by ragkv's kernel in place of vLLM's, where queries are scattered over a context.
 
-vLLM's backends take each run of positions for a request of its own, and read the cache anew for it. The kernel reads K
-and V once for a tile of queries.
+vLLM's backends take each run of positions for a request of its own, and read the cache anew for each. The kernel reads
+K and V once for a tile of queries.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
-from vllm.model_executor.layers.attention import Attention
 
 from ragkv.engine.blocks import Blocks
-from ragkv.engine.subset import Attend, SubsetForward
+from ragkv.engine.forward import Attend, Forward
 from ragkv.kernels.dispatch import Kernels
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 _RUN = 8  # tokens: torch is slower than vLLM where runs are longer on average
 
 
 def pays(kernels: Kernels, positions: torch.Tensor) -> bool:
-    """Whether sorted positions `[T]` attend faster by these kernels than by vLLM's."""
+    """Return whether attention at sorted positions `[T]` is faster by these kernels than by vLLM's."""
     num_runs = 1 + int((torch.diff(positions) != 1).sum())
     return kernels.name != "torch" or len(positions) < _RUN * num_runs
 
 
-def can_attend(subset: SubsetForward) -> bool:
-    """Whether the kernel computes what the model's layers would."""
-    return all(map(_is_plain, subset.layers))
+def can_attend(forward: Forward) -> bool:
+    """Return whether the kernel computes what the model's layers would."""
+    return all(map(_is_plain, forward.layers))
 
 
-def _is_plain(layer: Attention) -> bool:
+def _is_plain(layer: "Attention") -> bool:
     has_slopes = getattr(layer.impl, "alibi_slopes", None) is not None
     return not has_slopes and layer.kv_cache_dtype == "auto" and getattr(layer, "query_quant", None) is None
 
 
-def selective(subset: SubsetForward, kernels: Kernels, blocks: Blocks, positions: torch.Tensor) -> Attend:
-    """How queries at these positions `[T]` attend, once K and V of all tokens before the last are in the blocks."""
+def selective(forward: Forward, kernels: Kernels, blocks: Blocks, positions: torch.Tensor) -> Attend:
+    """Return the attention of queries at these positions `[T]` over the blocks, for `Forward.run`.
+
+    The blocks must have K and V of all tokens up to the last position.
+    """
 
     def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-        attention = subset.layers[layer]
+        attention = forward.layers[layer]
         return kernels.selective_attention(
             q,
             positions,
@@ -49,5 +56,5 @@ def selective(subset: SubsetForward, kernels: Kernels, blocks: Blocks, positions
     return attend
 
 
-def soft_cap(layer: Attention) -> float:
+def soft_cap(layer: "Attention") -> float:
     return getattr(layer.impl, "logits_soft_cap", None) or 0.0

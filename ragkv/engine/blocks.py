@@ -1,14 +1,14 @@
-"""Where K and V of a request's tokens lie while one of its passes is computed, for kernels that know tensors only.
+"""Where the K and V of a request's tokens are while one of its passes is computed, for kernels that know only tensors.
 
 On CUDA that is vLLM's own blocks. On CPU a layer is put together in memory of ours, by rows, and then copied into the
-blocks: vLLM keeps K there by columns. Kernels read it there where there is more than one pass has put together.
+blocks, where vLLM keeps K by columns. Kernels read those only where a pass needs KV that it hasn't put together itself.
 """
 
 from typing import Protocol
 
 import torch
 
-from ragkv.engine.subset import SubsetForward
+from ragkv.engine.forward import Forward
 from ragkv.kernels.selective_attention import ordered
 
 
@@ -19,11 +19,11 @@ class Blocks(Protocol):
     slots: torch.Tensor
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[blocks, block_size, Hkv, D]`, by any strides."""
+        """Return K and V `[blocks, block_size, Hkv, D]`, by any strides."""
         ...
 
     def keys(self, layer: int) -> torch.Tensor:
-        """K of all positions, `[Hkv, N, D]`; of those that nobody has written, anything."""
+        """Return K of all positions, `[Hkv, N, D]`; where nothing was written, anything."""
         ...
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -31,25 +31,25 @@ class Blocks(Protocol):
         ...
 
     def flush(self, layer: int, first: int, end: int) -> None:
-        """See that vLLM has what was written of these positions."""
+        """Copy what was written of positions `[first, end)` into vLLM's blocks, if it isn't there."""
         ...
 
 
 class ContiguousKV:
-    """One layer after the other, in one block, by position."""
+    """One layer at a time, in a single block, by position."""
 
-    def __init__(self, subset: SubsetForward, slots: torch.Tensor) -> None:
-        """slots: `[N]`, the positions' places in vLLM's blocks."""
-        self._subset, self._to = subset, slots
-        self.slots = torch.arange(len(slots), device=subset.device)
-        self.block_table = torch.zeros(1, dtype=torch.int64, device=subset.device)
+    def __init__(self, forward: Forward, slots: torch.Tensor) -> None:
+        """slots: `[N]`, the positions' slots in vLLM's blocks."""
+        self._forward, self._vllm_slots = forward, slots
+        self.slots = torch.arange(len(slots), device=forward.device)
+        self.block_table = torch.zeros(1, dtype=torch.int64, device=forward.device)
         self._shape: tuple[int, ...] = ()
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self._subset.layers[layer]
-        shape = (attention.num_kv_heads, len(self._to), attention.head_size)
+        attention = self._forward.layers[layer]
+        shape = (attention.num_kv_heads, len(self._vllm_slots), attention.head_size)
         if shape != self._shape:
-            both = torch.empty((2, *shape), dtype=self._subset.dtype, device=self._subset.device)
+            both = torch.empty((2, *shape), dtype=self._forward.dtype, device=self._forward.device)
             self._shape, self._k, self._v = shape, *both
         return self._k.transpose(0, 1)[None], self._v.transpose(0, 1)[None]
 
@@ -63,7 +63,7 @@ class ContiguousKV:
     def flush(self, layer: int, first: int, end: int) -> None:
         if first < end:
             k, v = (cache[0, first:end] for cache in self.caches(layer))
-            self._subset.write(layer, k, v, self._to[first:end])
+            self._forward.write(layer, k, v, self._vllm_slots[first:end])
 
 
 class PagedBlocks:
@@ -71,13 +71,13 @@ class PagedBlocks:
 
     def __init__(
         self,
-        subset: SubsetForward,
+        forward: Forward,
         views: list[tuple[torch.Tensor, torch.Tensor]],
         slots: torch.Tensor,
         block_ids: torch.Tensor,
     ) -> None:
-        self._subset, self._views, self.slots = subset, views, slots
-        self.block_table = block_ids.to(subset.device)
+        self._forward, self._views, self.slots = forward, views, slots
+        self.block_table = block_ids.to(forward.device)
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._views[layer]
@@ -86,27 +86,27 @@ class PagedBlocks:
         return ordered(self._views[layer][0], self.block_table, 0, len(self.slots))
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._subset.write(layer, k, v, self.slots[positions])
+        self._forward.write(layer, k, v, self.slots[positions])
 
     def flush(self, layer: int, first: int, end: int) -> None:
-        """They are there."""
+        """Do nothing: they are vLLM's blocks."""
 
 
-def find_views(subset: SubsetForward) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Each layer's paged K and V as `[blocks, block_size, Hkv, D]`, by strides; None if a layer has another layout.
+def find_views(forward: Forward) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return each layer's paged K and V as `[blocks, block_size, Hkv, D]` views; None if a layer has another layout.
 
     Found by trial: the backend writes a few tokens, and they must be where the view has them. Writes to block 1: call
     it before any request.
     """
     views = []
-    slots = subset.block_size + torch.tensor([0, 3], device=subset.device)
-    for layer, attention in enumerate(subset.layers):
+    slots = forward.block_size + torch.tensor([0, 3], device=forward.device)
+    for layer, attention in enumerate(forward.layers):
         shape = (2, 2, attention.num_kv_heads, attention.head_size)  # of K and V: two tokens
-        k, v = torch.randn(shape, device=subset.device).to(subset.dtype)
-        subset.write(layer, k, v, slots)
-        for key_cache, value_cache in _candidates(attention.kv_cache, subset.block_size):
-            found = ((key_cache, k), (value_cache, v))
-            if all(cache.dtype == x.dtype and torch.equal(cache[1, [0, 3]], x) for cache, x in found):
+        k, v = torch.randn(shape, device=forward.device).to(forward.dtype)
+        forward.write(layer, k, v, slots)
+        for key_cache, value_cache in _candidates(attention.kv_cache, forward.block_size):
+            pairs = ((key_cache, k), (value_cache, v))
+            if all(cache.dtype == x.dtype and torch.equal(cache[1, [0, 3]], x) for cache, x in pairs):
                 views.append((key_cache, value_cache))
                 break
         else:
@@ -115,7 +115,7 @@ def find_views(subset: SubsetForward) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A backend's tensor as K and V. On CPU `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows
+    """Return the ways to see a backend's tensor as K and V. On CPU `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows
     (but with AMX, where numbers lie in pairs). Else five dimensions: two of something, one of a block's tokens."""
     if cache.dim() == 4 and cache.shape[2] == block_size:
         k, v = cache.flatten(2).chunk(2, dim=2)

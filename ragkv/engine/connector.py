@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from ragkv.engine.loader import Source
+from ragkv.engine.loader import KVLoader
 from ragkv.engine.orphans import end_with_parent
 from ragkv.engine.scheduler import SchedulerSide
 from ragkv.engine.steps import StepReports, StepWork
@@ -57,7 +57,7 @@ class RagKVConnector(KVConnectorBase_V1):
         pinned = subset.device.type == "cuda"
         store = SegmentStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        self._worker = WorkerSide(Source(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
+        self._worker = WorkerSide(KVLoader(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
         return None
 
     # Scheduler
@@ -107,7 +107,7 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._worker:
-            self._worker.source.store.close()
+            self._worker.loader.store.close()
 
 
 class WorkerExtension:

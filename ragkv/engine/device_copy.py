@@ -1,4 +1,4 @@
-"""Brings stored KV to the device, on CUDA by a stream of its own, beside what is being computed."""
+"""Copies stored KV to the device, on CUDA by a stream of its own, while something else is computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,12 @@ import torch
 from ragkv.store.record import LayerKV
 
 
-class Upload:
-    """Copies from the store's memory; the host waits for none of them before `finish`, but for those from memory that
-    isn't pinned, which are done at once.
+class DeviceCopy:
+    """Asynchronous copies from the store's memory, which the host only waits for in `finish`.
 
-    What was brought is used, and given up, `within` a use. What is brought next may lie in its memory, and so waits, on
-    the device, until it was used: the copies of one layer run beside the attention of the one before, and no more than
-    two layers are held.
+    Copies from memory that isn't pinned are done at once. What was copied is used inside `in_use`, and given up at its
+    end: the next copy may take its memory, and waits, on the device, for the kernels launched there. So the copies of
+    one layer run during the attention of the one before, and no more than two layers are held.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,19 +22,19 @@ class Upload:
         self._used: torch.cuda.Event | None = None
 
     def __call__(self, kv: LayerKV) -> LayerKV:
-        """The same on the device, for kernels of the current stream."""
+        """Return the same on the device, for kernels of the current stream."""
         if self._stream is None:
             return kv.map(lambda tensor: tensor.to(self._device))
         if self._used is not None:
             self._stream.wait_event(self._used)
         with torch.cuda.stream(self._stream):
-            found = kv.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+            copied = kv.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return found
+        return copied
 
     @contextmanager
-    def within(self) -> Iterator[None]:
-        """The kernels that use what is brought are launched in here."""
+    def in_use(self) -> Iterator[None]:
+        """Launch inside this the kernels that use what was copied."""
         try:
             yield
         finally:
@@ -43,6 +42,6 @@ class Upload:
                 self._used = torch.cuda.current_stream(self._device).record_event()
 
     def finish(self) -> None:
-        """Wait until the store's memory isn't read any more: then it may become another record's."""
+        """Wait until the store's memory isn't read any more, so that it can be given to another record."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -1,7 +1,6 @@
-"""One vLLM engine with ragkv's connector in it: token ids in, tokens and a report out."""
+"""One vLLM engine with ragkv's connector in it: token ids go in, tokens and a report come out."""
 
 import asyncio
-import dataclasses
 import logging
 import os
 import time
@@ -17,13 +16,13 @@ import numpy.typing as npt
 
 from ragkv.config import ModelConfig
 from ragkv.engine.task import (
-    PARAMS_KEY,
     FuseTask,
     MeanTask,
     PrecomputeTask,
     Report,
     ScoreTask,
     Task,
+    report_from_params,
     task_to_params,
 )
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
@@ -31,7 +30,7 @@ from ragkv.errors import EngineStoppedError, ModelError, StoreError
 logger = logging.getLogger(__name__)
 
 _CONNECTOR_MODULE = "ragkv.engine.connector"
-_LOOK_S = 1.0  # between looks at whether vLLM still lives
+_POLL_S = 1.0  # between checks that vLLM's processes live
 _T = TypeVar("_T")
 
 
@@ -52,8 +51,8 @@ class Engine:
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
     counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request.
-    in_memory: the hashes of the chunks that the worker keeps in memory, as of its last report.
-    max_model_len: the context limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
+    in_memory: the hashes of the chunks that the worker has in memory, as of its last report. max_model_len: the context
+    limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
@@ -74,8 +73,10 @@ class Engine:
         store_options: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> "Engine":
-        """Load the model (seconds to minutes). store_options: of `SegmentStore`. `engine_args` go to vLLM as they are.
-        Raises ModelError."""
+        """Start vLLM's processes and load the model, which takes seconds to minutes.
+
+        store_options: of `SegmentStore`. engine_args: passed to vLLM as they are. Raises ModelError.
+        """
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
@@ -133,10 +134,10 @@ class Engine:
         salt: str | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Decode greedily (unless `sampling` says otherwise) behind `token_ids`, piece by piece.
+        """Decode greedily (unless `sampling` says otherwise) after `token_ids`, piece by piece.
 
         salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
-        Closing the generator aborts the request. Raises EngineStoppedError if vLLM ends.
+        Closing the generator aborts the request. Raises EngineStoppedError if vLLM's processes end.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -157,7 +158,7 @@ class Engine:
         try:
             async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
                 (piece,) = output.outputs
-                report = _report(output.kv_transfer_params)
+                report = report_from_params(output.kv_transfer_params)
                 if report is not None:
                     self._note(report)
                 yield EngineOutput(
@@ -171,41 +172,41 @@ class Engine:
         except Exception as error:
             if self.is_ready:
                 raise
-            raise EngineStoppedError("vLLM has ended while it worked on this; ask again in a minute") from error
+            raise EngineStoppedError("vLLM's processes ended during this request; ask again in a minute") from error
 
     def _note(self, report: Report) -> None:
         if report.failed:
             self.counters[f"full_prefill: {report.problem}"] += 1
-        self.counters["missing_chunks"] += report.missing_chunks
-        self.counters["corrupt_chunks"] += report.corrupt_chunks
-        self.in_memory -= set(report.left_memory)
-        self.in_memory |= set(report.entered_memory)
+        self.counters["missing_chunks"] += report.chunks.missing
+        self.counters["corrupt_chunks"] += report.chunks.corrupt
+        self.in_memory -= set(report.memory.left)
+        self.in_memory |= set(report.memory.entered)
 
     async def precompute(self, token_ids: list[int], task: PrecomputeTask | MeanTask) -> float:
         """Prefill `token_ids` and store the KV of the task's span. Returns the seconds it took.
 
-        Many contexts at a time are batched. Raises StoreError if it couldn't be stored.
+        Tasks that run at the same time are batched. Raises StoreError if the KV couldn't be stored.
         """
         begin = time.perf_counter()
         num_more = max((o.end - o.start for o in task.others), default=0) if isinstance(task, MeanTask) else 0
         prompt = [*token_ids, *[token_ids[-1]] * (1 + num_more)]  # vLLM computes a prompt's last token itself
         async for output in self.generate(prompt, task, max_tokens=1, salt=f"precompute-{uuid.uuid4().hex}"):
             if output.finish_reason and (output.report is None or output.report.failed):
-                raise StoreError(output.report.problem if output.report else "vLLM gave up a precompute")
+                raise StoreError(output.report.problem if output.report else "vLLM gave up precomputing a chunk")
         return time.perf_counter() - begin
 
     async def score(
         self, token_ids: list[int], task: FuseTask, continuations: Sequence[Sequence[int]], salt: str | None = None
     ) -> tuple[list[npt.NDArray[np.float32]], Report]:
-        """Log-probabilities `[m, V]` of what follows each token of each given continuation `[m]` of a fused prompt.
+        """Return log-probabilities `[m, V]` of what follows each token of each continuation `[m]` of a fused prompt.
 
-        The first row is of what follows the prompt. Policy `full` gives vLLM's own. Raises ModelError if the model
+        The first row is for what follows the prompt. Policy `full` gives vLLM's own. Raises ModelError if the model
         can't be fused or the fusion failed.
         """
         longest = max(map(len, continuations))
         score = ScoreTask(task, len(token_ids), tuple(tuple(tokens) for tokens in continuations))
         report = Report(problem=self.unsupported, failed=True)
-        # Not with a continuation itself: if vLLM's prefix cache has all of it, there is nothing left to ask us for.
+        # No continuation itself: if vLLM's prefix cache had all of it, it would ask us for nothing.
         prompt = [*token_ids, *[token_ids[0]] * (longest + 1)]
         async for output in self.generate(prompt, score, max_tokens=1, salt=salt or f"score-{uuid.uuid4().hex}"):
             report = output.report or report
@@ -215,7 +216,7 @@ class Engine:
         return [row.reshape(len(tokens), -1) for row, tokens in zip(rows, continuations, strict=True)], report
 
     async def close(self) -> None:
-        """Requests in work end with EngineStoppedError."""
+        """End vLLM's processes. Requests in work end with EngineStoppedError."""
         llm, self._llm = self._llm, None
         if llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
@@ -226,18 +227,12 @@ class Engine:
 
 
 async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
-    """vLLM's answer to a call between its processes, which never comes if they end. Raises ModelError then."""
+    """Return vLLM's answer to a call between its processes. Raises ModelError if they end, for then none comes."""
     task = asyncio.ensure_future(call)
     try:
-        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait({task}, timeout=_POLL_S))[0]:
             if llm.errored:
                 raise ModelError("its processes have ended")
         return task.result()
     finally:
         task.cancel()
-
-
-def _report(params: dict[str, Any] | None) -> Report | None:
-    fields = (params or {}).get(PARAMS_KEY)
-    names = {field.name for field in dataclasses.fields(Report)}
-    return Report(**fields) if fields and set(fields) == names else None

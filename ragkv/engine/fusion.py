@@ -1,8 +1,8 @@
 """Fuses chunks' KV into a request's paged cache.
 
 The life of a fused request, in order: load every cached chunk's KV, layer by layer, inside the forward that runs the
-tokens without cached KV (the question above all); let the policy choose cached tokens by what it sees in passing;
-recompute those. What is precomputed at index time: `ragkv.engine.precompute`.
+tokens without cached KV (the question above all); let the policy choose cached tokens by what it observes there;
+recompute those. `ragkv.engine.precompute` makes the KV at index time.
 """
 
 import logging
@@ -14,9 +14,11 @@ import torch
 
 from ragkv.engine.attention import pays
 from ragkv.engine.blocks import Blocks
-from ragkv.engine.loader import BadSpanError, BlockFiller, Source, covered, piece, rows_in
+from ragkv.engine.filler import BlockFiller, PassPlan, piece
+from ragkv.engine.loader import BadSpanError, KVLoader
+from ragkv.engine.positions import covered, end_of_slice, exact_until, rows_in, runs_of
 from ragkv.engine.probes import Deviations, Votes
-from ragkv.engine.task import ROOT_HASH, FuseTask, Job, Report, ScoreTask, Span, missing_kv
+from ragkv.engine.task import FuseTask, Job, Report, ScoreTask, Span, StageReport, TokenReport, missing_kv
 from ragkv.errors import StoreError
 from ragkv.policies import (
     FULL,
@@ -36,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepBudget:
-    """How much of a fusion is done in an engine step: about `slice_tokens` tokens. alone: nobody waits for the end of
-    the step. Changes from step to step."""
+    """How much of a fusion is done in an engine step: about `slice_tokens` tokens. Changes from step to step.
+
+    alone: no other request waits for the end of the step.
+    """
 
     slice_tokens: int
     alone: bool = True
@@ -46,8 +50,8 @@ class StepBudget:
 class Fusion:
     """Turns jobs into filled blocks. One for each worker; not thread-safe, like the model under it."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.subset = source, source.subset
+    def __init__(self, loader: KVLoader) -> None:
+        self._loader, self._forward = loader, loader.forward
 
     def fuse(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
         """Fill the job's blocks; yields where an engine step is to end, returns the report.
@@ -55,30 +59,31 @@ class Fusion:
         A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness.
         """
         assert isinstance(job.task, FuseTask)
-        report = Report(prefix_tokens=job.num_prefix, trace=[] if job.task.trace else None)
-        wanted = job.task.spans if not job.task.policy.is_full else ()
-        present = [span for span in wanted if self.source.store.contains(self.source.key(span))]
-        report.missing_chunks = len(wanted) - len(present)
-        report.unusable_chunks = [span.chunk_hash for span in wanted if span not in present]
-        self.source.store.touch(map(self.source.key, wanted))
-        in_memory = {span for span in present if self.source.store.in_memory(self.source.key(span))}
+        stages = StageReport(trace=[] if job.task.trace else None)
+        report = Report(tokens=TokenReport(prefix=job.num_prefix), stages=stages)
+        requested = job.task.spans if not job.task.policy.is_full else ()
+        present = [span for span in requested if self._loader.store.contains(self._loader.key(span))]
+        report.chunks.missing = len(requested) - len(present)
+        report.chunks.unusable = [span.chunk_hash for span in requested if span not in present]
+        self._loader.store.touch(map(self._loader.key, requested))
+        in_memory = {span for span in present if self._loader.store.in_memory(self._loader.key(span))}
         while True:
             try:
-                yield from _Request(self.source, job, present, report).run(budget)
+                yield from _Attempt(self._loader, job, present, report).run(budget)
                 break
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
-                report.corrupt_chunks += error.is_corrupt
-                report.missing_chunks += not error.is_corrupt
-                report.unusable_chunks.append(error.span.chunk_hash)
+                report.chunks.corrupt += error.is_corrupt
+                report.chunks.missing += not error.is_corrupt
+                report.chunks.unusable.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
-                self.source.discard_if_corrupt(error)
-        report.loaded = [(span.start, span.end, span in in_memory) for span in present]
-        report.entered_memory, report.left_memory = self.source.store.memory_changes()
-        num_unusable = report.missing_chunks + report.corrupt_chunks
+                self._loader.discard_if_corrupt(error)
+        report.tokens.loaded = [(span.start, span.end, span in in_memory) for span in present]
+        report.memory.entered, report.memory.left = self._loader.store.memory_changes()
+        num_unusable = report.chunks.missing + report.chunks.corrupt
         if num_unusable:
             report.problem = missing_kv(num_unusable, len(job.task.spans))
-        elif report.policy != job.task.policy.label:
+        elif report.policy != job.task.policy:
             report.problem = "less than half of the prompt is cached"
         return report
 
@@ -87,31 +92,31 @@ class Fusion:
         task = job.task.fuse if isinstance(job.task, ScoreTask) else job.task
         assert isinstance(task, FuseTask)
         if not task.policy.is_full:
-            with suppress(StoreError):  # said when it is the job's turn
-                self.source.store.prefetch(map(self.source.key, task.spans))
+            with suppress(StoreError):  # reported when it is the job's turn
+                self._loader.store.prefetch(map(self._loader.key, task.spans))
 
     def score(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
-        """Fuse the prompt proper, then run each continuation behind it."""
+        """Fuse the prompt proper, then run each continuation after it."""
         task = job.task
         assert isinstance(task, ScoreTask)
         prompt = job.token_ids[: task.num_prompt_tokens]
         report = yield from self.fuse(replace(job, task=task.fuse, token_ids=prompt), budget)
         for continuation in task.continuations:
-            behind = replace(job, token_ids=[*prompt, *continuation])
-            positions = torch.arange(len(prompt) - 1, len(behind.token_ids) - 1)
-            report.logprobs.append(self.subset.logprobs([piece(behind, positions)]).cpu().numpy().tobytes())
+            extended = replace(job, token_ids=[*prompt, *continuation])
+            positions = torch.arange(len(prompt) - 1, len(extended.token_ids) - 1)
+            report.logprobs.append(self._forward.logprobs([piece(extended, positions)]).cpu().numpy().tobytes())
         return report
 
 
-class _Request:
-    """One attempt to fuse a request from the spans whose KV seems to be there."""
+class _Attempt:
+    """One attempt to fuse a request from the spans whose KV the store seems to have."""
 
-    def __init__(self, source: Source, job: Job, spans: Sequence[Span], report: Report) -> None:
+    def __init__(self, loader: KVLoader, job: Job, spans: Sequence[Span], report: Report) -> None:
         assert isinstance(job.task, FuseTask)
-        self._source, self._subset, self._spans = source, source.subset, spans
+        self._loader, self._forward, self._spans = loader, loader.forward, spans
         self._report, self._policy = report, job.task.policy
         self._num_prefix = job.num_prefix
-        self._fill = BlockFiller(source, job, report)
+        self._filler = BlockFiller(loader, job, report)
         positions = torch.arange(len(job.token_ids))
         self._cached = torch.zeros(len(positions), dtype=torch.bool)
         for span in spans:
@@ -119,7 +124,7 @@ class _Request:
         self._writable = positions[job.num_prefix :]
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
         self._eligible = self._cached.clone()
-        self._exact_until = _exact_until(spans)
+        self._exact_until = exact_until(spans)
         self._eligible[: self._exact_until] = False
         self._num_loaded = 0  # layers of every span that are in the blocks
 
@@ -127,13 +132,13 @@ class _Request:
         policy = self._policy
         if not policy.pays(len(self._uncached), len(self._writable)):
             policy = FULL
-        self._report.policy = policy.label
+        self._report.policy = policy
         if policy.is_full or not self._spans:
             yield from self._recompute_all(budget)
         elif not policy.recomputes_some:
             self._count(self._uncached)
-            over = self._over(self._uncached, self._spans)
-            self._fill.run(self._uncached, self._all_spans, stage="probe_ms", over=over)
+            attend_in = self._where_to_attend(self._uncached, self._spans)
+            self._filler.run(PassPlan(self._uncached, self._all_spans, stage="probe_ms", attend_in=attend_in))
         else:
             chosen = self._choose(policy)
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
@@ -145,12 +150,12 @@ class _Request:
         yield from self._recompute(self._writable, (), budget, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
-        self._report.recomputed_tokens = len(computed)
-        self._report.reused_tokens = len(self._writable) - len(computed)
-        self._report.recomputed_runs = _as_runs(computed[self._cached[computed]])
+        self._report.tokens.recomputed = len(computed)
+        self._report.tokens.reused = len(self._writable) - len(computed)
+        self._report.tokens.recomputed_runs = runs_of(computed[self._cached[computed]])
 
     def _choose(self, policy: Policy) -> torch.Tensor:
-        """Positions of cached tokens, sorted."""
+        """Return the positions of the cached tokens to recompute, sorted."""
         budget = int(policy.budget * int(self._cached.sum()))
         if policy.uses_votes:
             return self._choose_by_votes(policy, budget)
@@ -160,33 +165,36 @@ class _Request:
         return chunk_heads(chunks, budget)
 
     def _choose_by_votes(self, policy: Policy, budget: int) -> torch.Tensor:
-        """Run the uncached tokens, the question above all, over the stale cache; loads the layers that it reaches."""
+        """Run the uncached tokens, the question above all, over the stale cache; load the layers that this reaches."""
         voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MAX_VOTERS:]
         if not len(voters):
             return self._uncached[:0]
-        layers = voting_layers(len(self._subset.layers))
-        ballot = Votes(self._source, self._uncached, voters, layers, len(self._cached), policy.weigh_by_std)
-        over = self._over(self._uncached, self._spans)
-        kept = not self._fill.is_passing(over)
-        self._fill.run(self._uncached, self._all_spans, ballot.see, stage="probe_ms", over=over, flush=kept)
-        self._num_loaded = layers.stop if kept else 0
-        attention, votes = ballot.results()
-        chosen = top_voted(votes, self._eligible, budget)
+        layers = voting_layers(len(self._forward.layers))
+        votes = Votes(self._loader, self._uncached, voters, layers, len(self._cached), policy.weigh_by_std)
+        attend_in = self._where_to_attend(self._uncached, self._spans)
+        is_kept = not self._filler.is_transient(attend_in)
+        plan = PassPlan(
+            self._uncached, self._all_spans, votes.observe, stage="probe_ms", attend_in=attend_in, flush=is_kept
+        )
+        self._filler.run(plan)
+        self._num_loaded = layers.stop if is_kept else 0
+        attention, counts = votes.results()
+        chosen = top_voted(counts, self._eligible, budget)
         whole = float(attention[self._eligible].sum())
-        self._report.covered = float(attention[chosen].sum()) / whole if whole else None
-        self._report.evenness = evenness(attention, self._eligible)
+        self._report.votes.covered = float(attention[chosen].sum()) / whole if whole else None
+        self._report.votes.evenness = evenness(attention, self._eligible)
         return chosen
 
     def _choose_by_deviation(self, policy: Policy, budget: int) -> torch.Tensor:
-        """Run everything through the layers below the one that is looked at; gradually: then only what was chosen."""
+        """Run all tokens through the first layers; in the gradual variant, then fewer of them through one more."""
         candidates = self._writable[self._cached[self._writable]]
         eligible = self._eligible
-        last = len(self._subset.layers) - 1
+        last = len(self._forward.layers) - 1
         for layer, factor in GRADUAL if policy.selection == Selection.CACHEBLEND_GRADUAL else ((1, 1.0),):
             computed = torch.cat([self._uncached, candidates]).sort().values
             of_keys = policy.selection == Selection.CACHEBLEND_K
-            probe = Deviations(self._source, computed, min(layer, last), len(self._cached), of_keys=of_keys)
-            self._fill.run(computed, self._all_spans, probe.see, stage="probe_ms")
+            probe = Deviations(self._loader, computed, min(layer, last), len(self._cached), of_keys=of_keys)
+            self._filler.run(PassPlan(computed, self._all_spans, probe.observe, stage="probe_ms"))
             candidates = top_deviating(probe.deviations, eligible, int(factor * budget))
             eligible = torch.zeros_like(eligible).index_fill_(0, candidates, True)
         return candidates
@@ -194,23 +202,23 @@ class _Request:
     def _recompute(
         self, selected: torch.Tensor, spans: Sequence[Span], budget: StepBudget, *, shift: bool
     ) -> Generator[None, None, None]:
-        """Slices in order of position, each over the KV that the earlier ones left: exact, like chunked prefill.
+        """Recompute slices in order of position, each over the KV that the earlier ones left, like chunked prefill.
 
         A span is loaded with the first slice that reaches it: the layers that no earlier pass has loaded, or all of
         them if it shifts. A shift needs all recomputed tokens of a span at once, so there no slice ends in a span.
         """
         any_spans, spans, done, num_loaded = bool(spans), list(spans), 0, self._num_loaded
         while done < len(selected):
-            if done or (self._report.probe_ms and not budget.alone):  # the probe was enough for one step
+            if done or (self._report.stages.probe_ms and not budget.alone):  # the probe was enough for one step
                 yield
             end = min(len(selected), done + max(1, budget.slice_tokens))
             if shift:
-                end = _past_span(selected, end, spans)
+                end = end_of_slice(selected, end, spans)
             part = selected[done:end]
             bound = int(part[-1]) + 1 if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
-            over = self._over(part, reached) if any_spans else None
-            anew = self._fill.is_passing(over)
+            attend_in = self._where_to_attend(part, reached) if any_spans else None
+            anew = self._filler.is_transient(attend_in)
             moved = [s for s in reached if anew or (shift and len(rows_in(part, s)))]
 
             def spans_at(
@@ -218,47 +226,20 @@ class _Request:
             ) -> Sequence[Span]:
                 return reached if layer >= num_loaded else moved
 
-            self._fill.run(part, spans_at, shift=shift, over=over)
+            self._filler.run(PassPlan(part, spans_at, shift=shift, attend_in=attend_in))
             done = end
 
     def _all_spans(self, _layer: int) -> Sequence[Span]:
         return self._spans
 
-    def _over(self, positions: torch.Tensor, spans: Sequence[Span]) -> Blocks | None:
-        """Where these attend by our kernel: K and V of all tokens before them are there. None: by vLLM's."""
-        fill, kernels = self._fill, self._source.kernels
-        if not (len(positions) and self._source.can_attend and pays(kernels, positions)):
+    def _where_to_attend(self, positions: torch.Tensor, spans: Sequence[Span]) -> Blocks | None:
+        """Return blocks that have K and V of all tokens up to these, for our attention kernel; None to use vLLM's."""
+        filler, kernels = self._filler, self._loader.kernels
+        if not (len(positions) and self._loader.can_attend and pays(kernels, positions)):
             return None
-        if fill.is_apart:
-            of_vllm = self._num_prefix > self._exact_until  # its cache has what another fusion made of these
+        if filler.is_separate:
+            has_fused_prefix = self._num_prefix > self._exact_until  # from another fusion, in vLLM's cache only
             known = covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1]
-            if of_vllm or not bool(known.all()):
-                return fill.in_place
-        return fill.blocks
-
-
-def _past_span(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:
-    """The first index from `end` on that cuts no span's selected tokens in two."""
-    for span in spans:
-        inside = rows_in(selected, span)
-        if len(inside) and int(inside[0]) < end <= int(inside[-1]):
-            return int(inside[-1]) + 1
-    return end
-
-
-def _exact_until(spans: Sequence[Span]) -> int:
-    """Where exactness ends: the KV of a span is what prefill computes if it comes after what it was precomputed after,
-    as the anchor does, and a chunk directly behind it."""
-    end, before = 0, ROOT_HASH
-    for span in spans[:2]:
-        if span.start != end or span.anchor_hash != before:
-            break
-        end, before = span.end, span.chunk_hash
-    return end
-
-
-def _as_runs(positions: torch.Tensor) -> list[tuple[int, int]]:
-    if not len(positions):
-        return []
-    breaks = (torch.diff(positions) != 1).nonzero().flatten() + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(positions, breaks.tolist())]
+            if has_fused_prefix or not bool(known.all()):
+                return filler.paged
+        return filler.blocks

@@ -1,4 +1,4 @@
-"""Ends an engine whose starter is gone: nobody can reach it any more, and it would keep its memory for good."""
+"""Ends an engine whose parent process has ended: nobody can reach it any more, and it would keep its memory."""
 
 import logging
 import multiprocessing
@@ -14,7 +14,7 @@ _GRACE_S = 30.0
 
 
 def end_with_parent() -> None:
-    """In a process that `multiprocessing` started: end it, and what it started, when its parent is gone."""
+    """End this process, which `multiprocessing` started, and what it started itself, once its parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for, args=(parent,), daemon=True, name="ragkv-parent").start()
@@ -22,7 +22,7 @@ def end_with_parent() -> None:
 
 def _wait_for(parent: BaseProcess) -> None:
     parent.join()
-    logger.warning("process %s, which started this engine, is gone; so it ends", parent.pid)
+    logger.warning("process %s, which started this engine, has ended; so it ends too", parent.pid)
     os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own way, which takes its workers along
     time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.precompute import Average, Precompute
-from ragkv.engine.task import Job, MeanTask, Report, ScoreTask
+from ragkv.engine.task import Job, MeanTask, Report, ScoreTask, TokenReport
 
 Outcome = tuple[Job, Report | Exception]  # a job that has ended, and its report or why it failed
 
@@ -87,7 +87,7 @@ class PrecomputeQueue:
             self._precompute.precompute(jobs)
         except Exception as error:
             return [(job, error) for job in jobs]
-        return [(job, Report(recomputed_tokens=len(job.token_ids))) for job in jobs]
+        return [(job, _computed(len(job.token_ids))) for job in jobs]
 
     def drop(self, request_ids: set[str]) -> list[Job]:
         dropped = [job for job in self._jobs if job.request_id in request_ids]
@@ -120,7 +120,7 @@ class MeanQueue:
         outcomes: list[Outcome]
         try:
             ended = self._precompute.average(batch)
-            outcomes = [(average.job, Report(recomputed_tokens=average.num_computed)) for average in ended]
+            outcomes = [(average.job, _computed(average.num_computed)) for average in ended]
         except Exception as error:
             ended = batch
             outcomes = [(average.job, error) for average in batch]
@@ -131,3 +131,7 @@ class MeanQueue:
         dropped = [average.job for average in self._averages if average.job.request_id in request_ids]
         self._averages = deque(item for item in self._averages if item.job.request_id not in request_ids)
         return dropped
+
+
+def _computed(num_tokens: int) -> Report:
+    return Report(tokens=TokenReport(recomputed=num_tokens))

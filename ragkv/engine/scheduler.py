@@ -3,11 +3,10 @@
 Runs in vLLM's scheduler process. Knows nothing about KV, stores or the model.
 """
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ragkv.engine.steps import StepWork
-from ragkv.engine.task import PARAMS_KEY, FuseTask, Job, Report, task_from_params
+from ragkv.engine.task import FuseTask, Job, Report, report_to_params, task_from_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -66,4 +65,4 @@ class SchedulerSide:
             self._aborted.add(request_id)
         self._running.discard(request_id)
         report = self.reports.pop(request_id, None)
-        return {PARAMS_KEY: dataclasses.asdict(report)} if report else None
+        return report_to_params(report) if report else None

@@ -4,9 +4,8 @@ Knows nothing about chunks, stores or policies. The model runs as it is, so mask
 weights and experts are vLLM's business (docs/decisions/0002).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -16,25 +15,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
-BeforeLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], bool | None]
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
+from ragkv.engine.forward import Attend, BeforeLayer, Piece
 
 
 class _ReachedStop(Exception):
     """Ends a forward early, from inside the model."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Positions of one request to compute: `token_ids` and sorted `positions` `[T]`, and the request's `block_ids`.
-
-    `rope_offset` is added to the positions that the model sees, and not to where the KV is written.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    block_ids: torch.Tensor
-    rope_offset: int = 0
 
 
 class SubsetForward:
@@ -63,7 +48,7 @@ class SubsetForward:
         return str(self.layers[self.names.index(name)].attn_backend.full_cls_name())
 
     def slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """Where `positions` `[T]` lie in the paged cache: `[T]` int64."""
+        """Return the slots of `positions` `[T]` in the paged cache: `[T]` int64."""
         return block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -75,21 +60,17 @@ class SubsetForward:
     def run(
         self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, attend: Attend | None = None
     ) -> None:
-        """Compute the pieces in one forward, leaving their KV in the paged cache.
+        """Compute the pieces in one forward: see `Forward.run`.
 
         Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
-        tokens before it, in the cache or in this forward. `before_layer(layer, q, k, v)` is called before each layer
-        writes its KV and attends, with `[T, H, D]` tensors over all pieces; if it returns True, the forward ends there.
-        It ends anyway once the last layer's KV is written: nobody needs what would come out of it.
-        `attend(layer, q)`, if given, computes attention `[T, Hq, D]` in place of the backend, over K and V that
-        `before_layer` has put where both it and the backend find them.
+        tokens before it.
         """
         with self._hooked(before_layer, pieces), self._attending(attend), suppress(_ReachedStop):
             self._forward(pieces)
 
     @torch.inference_mode()
     def logprobs(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """As `run`, to the end: log-probabilities of what follows each token, `[T, V]` float32 over all pieces."""
+        """Compute the pieces to the end. Returns log-probabilities of what follows each token, `[T, V]` float32."""
         logits = self.model.compute_logits(self._forward(pieces))  # type: ignore[operator]
         return torch.log_softmax(logits.float(), dim=-1)
 

@@ -1,18 +1,19 @@
 """What travels between the caller, vLLM's scheduler and its worker: one request's work, as plain data."""
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ragkv.policies import Policy, Selection
+from pydantic import Field, TypeAdapter
 
-PARAMS_KEY = "ragkv"  # under which a request's `kv_transfer_params` carry the job, and its answer the report
+from ragkv.policies import Policy
+
+TASK_KEY, REPORT_KEY = "ragkv_task", "ragkv_report"  # in a request's `kv_transfer_params`
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 
 
 @dataclass(frozen=True)
 class Span:
-    """Prompt tokens `[start, end)` that are one chunk, precomputed behind the tokens of `anchor_hash`."""
+    """Prompt tokens `[start, end)` that are one chunk, precomputed after the tokens of `anchor_hash`."""
 
     start: int
     end: int
@@ -22,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class FuseTask:
-    """Fill the KV of the whole prompt but its last token from these spans and a subset forward.
+    """Fill the KV of the whole prompt but its last token from these spans and a forward over the other tokens.
 
     Spans are sorted and don't overlap. Prompt tokens outside of them have no cached KV and are computed. trace: report
     the times of each layer.
@@ -31,19 +32,21 @@ class FuseTask:
     spans: tuple[Span, ...]
     policy: Policy
     trace: bool = False
+    kind: Literal["fuse"] = "fuse"
 
 
 @dataclass(frozen=True)
 class ScoreTask:
-    """Fuse the first `num_prompt_tokens` tokens, then report the log-probabilities of continuations that are given.
+    """Fuse the first `num_prompt_tokens` tokens, then report the log-probabilities of given continuations.
 
-    The request's own prompt must go on for as long as the longest continuation, with any tokens, so that there are
-    blocks for it. Each continuation `[m]` is run behind the fused prompt; the report has `[m, V]` for each.
+    The request's own prompt must continue for as long as the longest continuation, with any tokens, so that there are
+    blocks for it. Each continuation `[m]` is run after the fused prompt; the report has `[m, V]` for each.
     """
 
     fuse: FuseTask
     num_prompt_tokens: int
     continuations: tuple[tuple[int, ...], ...]
+    kind: Literal["score"] = "score"
 
 
 @dataclass(frozen=True)
@@ -51,71 +54,37 @@ class PrecomputeTask:
     """Prefill the prompt but its last token and store the KV of `span`, which ends there."""
 
     span: Span
+    kind: Literal["precompute"] = "precompute"
 
 
 @dataclass(frozen=True)
 class MeanTask:
-    """Store under `span` the mean of a chunk's KV over several contexts, and its v_std.
+    """Store under `span` the mean of a chunk's KV over several contexts, and its standard deviation (`v_std`).
 
-    The chunk is the tokens `[span.start, span.end)` of the prompt, behind the anchor. It is prefilled behind the anchor
-    and each of `others`: chunks precomputed behind the anchor too, of which the store gives the KV. `alone` is its own
-    KV after the anchor, which is in the store already; it counts only where there are fewer than two others, for
-    an average isn't used where nothing stands between anchor and chunk. The prompt goes on behind the chunk for as long
-    as the longest of the others, with any tokens, so that there are blocks.
+    The chunk is the tokens `[span.start, span.end)` of the prompt, after the anchor. It is prefilled after the anchor
+    and each of `others`: chunks precomputed after the anchor too, of which the store gives the KV. `alone` is its own
+    KV after the anchor, which the store has already; it counts only where there are fewer than two others, for a mean
+    isn't used where nothing stands between anchor and chunk. After the chunk the prompt continues for as long as the
+    longest of the others, with any tokens, so that there are blocks.
     """
 
     anchor: Span
     alone: Span
     span: Span
     others: tuple[Span, ...]
+    kind: Literal["mean"] = "mean"
 
 
 Task = FuseTask | ScoreTask | PrecomputeTask | MeanTask
 
 
-def missing_kv(num_chunks: int, num_all: int) -> str:
-    """How it is told."""
-    return f"{num_chunks} of {num_all} chunks had no usable KV in the store"
-
-
-def task_to_params(task: Task) -> dict[str, Any]:
-    """As a request's `kv_transfer_params`: plain data."""
-    return {PARAMS_KEY: {"task": type(task).__name__, **dataclasses.asdict(task)}}
-
-
-def task_from_params(params: dict[str, Any] | None) -> Task | None:
-    """The task in a request's `kv_transfer_params`, None for a request that isn't ours."""
-    fields = (params or {}).get(PARAMS_KEY)
-    if fields is None:
-        return None
-    match fields["task"]:
-        case "FuseTask":
-            return _fuse_task(fields)
-        case "ScoreTask":
-            continuations = tuple(tuple(tokens) for tokens in fields["continuations"])
-            return ScoreTask(_fuse_task(fields["fuse"]), fields["num_prompt_tokens"], continuations)
-        case "PrecomputeTask":
-            return PrecomputeTask(Span(**fields["span"]))
-        case "MeanTask":
-            anchor, alone, span = (Span(**fields[name]) for name in ("anchor", "alone", "span"))
-            return MeanTask(anchor, alone, span, tuple(Span(**other) for other in fields["others"]))
-        case other:
-            raise ValueError(f"unknown task {other!r} in kv_transfer_params")
-
-
-def _fuse_task(fields: dict[str, Any]) -> FuseTask:
-    policy = fields["policy"]
-    return FuseTask(
-        tuple(Span(**span) for span in fields["spans"]),
-        Policy(**{**policy, "selection": Selection(policy["selection"])}),
-        fields["trace"],
-    )
-
-
 @dataclass(frozen=True)
 class Job:
-    """A task with the blocks that vLLM gave it. `token_ids` are the prompt's but the last; the first `num_prefix` of
-    them are in vLLM's prefix cache, in blocks that other requests may share and that must not be written."""
+    """A task with the blocks that vLLM gave it.
+
+    `token_ids` are the prompt's but the last; the first `num_prefix` of them are in vLLM's prefix cache, in blocks that
+    other requests may share and that must not be written.
+    """
 
     request_id: str
     task: Task
@@ -125,40 +94,112 @@ class Job:
 
 
 @dataclass
-class Report:
-    """What became of a job; returned with the request's last output.
+class TokenReport:
+    """Where the KV of the prompt's tokens came from.
 
-    reused_tokens came from the store as they were; recomputed_tokens were computed by the subset forward.
-    missing_chunks had no KV in the store, corrupt_chunks had bytes that didn't verify and are discarded; the anchor
-    counts as a chunk. unusable_chunks: the hashes of both.
-    recomputed_runs: where those of the recomputed tokens lie that were cached, as sorted `(start, end)`.
-    covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
-    loaded: where the chunks lie whose KV was used, as `(start, end, in_memory)`: whether it lay in the store's memory.
-    entered_memory, left_memory: the hashes of the chunks that have come there, and gone, since the last report.
-    trace: for each pass and layer, if the task asks: the pass's stage, the layer, and when its load began and ended, in
-    seconds of `time.perf_counter`, which all processes of a machine share.
-    evenness: of that attention (`ragkv.policies.evenness`).
-    logprobs: of a ScoreTask, float32 bytes `[m, V]` for each continuation.
-    problem: why a chunk, or the whole job, was computed instead (None if all went well).
+    prefix: from vLLM's prefix cache; reused: from the store as they were; recomputed: from a forward of ours.
+    recomputed_runs: the recomputed tokens of cached chunks, as sorted `(start, end)`. loaded: the chunks whose KV was
+    used, as `(start, end, in_memory)`: whether the store had it in memory.
     """
 
-    policy: str = ""
-    prefix_tokens: int = 0
-    reused_tokens: int = 0
-    recomputed_tokens: int = 0
-    missing_chunks: int = 0
-    corrupt_chunks: int = 0
-    unusable_chunks: list[str] = field(default_factory=list)
+    prefix: int = 0
+    reused: int = 0
+    recomputed: int = 0
+    recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
     loaded: list[tuple[int, int, bool]] = field(default_factory=list)
-    entered_memory: list[str] = field(default_factory=list)
-    left_memory: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StageReport:
+    """Milliseconds in each stage: loading KV, the probe's forward, the recomputation's.
+
+    trace: for each pass and layer, if the task asks: the pass's stage, the layer, and when its load began and ended, in
+    seconds of `time.perf_counter`, which all processes of a machine share.
+    """
+
     load_ms: float = 0.0
     probe_ms: float = 0.0
     recompute_ms: float = 0.0
-    recomputed_runs: list[tuple[int, int]] = field(default_factory=list)
+    trace: list[tuple[str, int, float, float]] | None = None
+
+
+@dataclass
+class ChunkReport:
+    """Chunks whose KV couldn't be used, the anchor among them.
+
+    missing: how many had none in the store; corrupt: how many had bytes that didn't verify, and were discarded.
+    unusable: the chunk hashes of both.
+    """
+
+    missing: int = 0
+    corrupt: int = 0
+    unusable: list[str] = field(default_factory=list)
+
+
+@dataclass
+class MemoryReport:
+    """The hashes of the chunks that entered the store's memory since the last report, and of those that left it."""
+
+    entered: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+@dataclass
+class VoteReport:
+    """What the question's votes say about the choice, for evaluations.
+
+    covered: the share of the question's attention to the tokens that could be chosen which the chosen ones have.
+    evenness: of that attention (`ragkv.policies.evenness`). None where no vote was taken.
+    """
+
     covered: float | None = None
     evenness: float | None = None
-    trace: list[tuple[str, int, float, float]] | None = None
+
+
+@dataclass
+class Report:
+    """What became of a job, one part for each reader; returned with the request's last output.
+
+    policy: the one that was used, None where no prompt was fused. logprobs: of a ScoreTask, float32 bytes `[m, V]` for
+    each continuation. problem: why a chunk, or with `failed` the whole prompt, was computed instead; None if all went
+    well.
+    """
+
+    policy: Policy | None = None
+    tokens: TokenReport = field(default_factory=TokenReport)
+    stages: StageReport = field(default_factory=StageReport)
+    chunks: ChunkReport = field(default_factory=ChunkReport)
+    memory: MemoryReport = field(default_factory=MemoryReport)
+    votes: VoteReport = field(default_factory=VoteReport)
     logprobs: list[bytes] = field(default_factory=list)
     problem: str | None = None
     failed: bool = False
+
+
+_TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])
+_REPORT = TypeAdapter(Report)
+
+
+def task_to_params(task: Task) -> dict[str, Any]:
+    """Return the task as a request's `kv_transfer_params`: plain data."""
+    return {TASK_KEY: _TASK.dump_python(task)}
+
+
+def task_from_params(params: dict[str, Any] | None) -> Task | None:
+    """Return the task in a request's `kv_transfer_params`, None for a request that isn't ours."""
+    return _TASK.validate_python(params[TASK_KEY]) if params and TASK_KEY in params else None
+
+
+def report_to_params(report: Report) -> dict[str, Any]:
+    """Return the report as the `kv_transfer_params` of a request's last output: plain data."""
+    return {REPORT_KEY: _REPORT.dump_python(report)}
+
+
+def report_from_params(params: dict[str, Any] | None) -> Report | None:
+    """Return the report in an output's `kv_transfer_params`, None if it has none."""
+    return _REPORT.validate_python(params[REPORT_KEY]) if params and REPORT_KEY in params else None
+
+
+def missing_kv(num_chunks: int, num_all: int) -> str:
+    """Say that so many of all chunks had no usable KV, as answers report it."""
+    return f"{num_chunks} of {num_all} chunks had no usable KV in the store"

@@ -1,4 +1,4 @@
-"""Finds out, without a line of per-model code, whether a model's KV can be fused, and how its keys rotate."""
+"""Finds out by trial, without per-model code, whether a model's KV can be fused and how its keys rotate."""
 
 import functools
 from typing import Any
@@ -9,7 +9,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
 
-from ragkv.engine.subset import Piece, SubsetForward
+from ragkv.engine.forward import Piece
+from ragkv.engine.subset import SubsetForward
 from ragkv.kernels.rotation import Rotation
 
 _NUM_TEST_TOKENS = 16
@@ -17,7 +18,7 @@ _DTYPE_TO_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16:
 
 
 class UnsupportedModelError(Exception):
-    """The model, or how vLLM runs it, can't be fused; the message says why. Its requests are served by full prefill."""
+    """The model, or how vLLM runs it, can't be fused; the message says why. Its requests get a full prefill."""
 
 
 def check_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -48,7 +49,7 @@ def check_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 
 @torch.inference_mode()
 def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
-    """How each layer's keys move with their position: a rotation, or None where they don't depend on it.
+    """Return each layer's rotation of keys by position, None where they don't depend on it.
 
     Found by trial: the same tokens are run at two positions, and the model's own rotary table must turn the keys of one
     run into those of the other, in every layer. So absolute positions, tables that change with the length, or a table
@@ -72,7 +73,7 @@ def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
 
 
 def _keys(subset: SubsetForward, rope_offset: int) -> list[torch.Tensor]:
-    """Every layer's keys `[Hkv, T, D]` of some tokens that start at position `rope_offset`."""
+    """Return every layer's keys `[Hkv, T, D]` of some tokens that start at position `rope_offset`."""
     positions = torch.arange(_NUM_TEST_TOKENS)
     vocabulary = subset.vllm_config.model_config.get_vocab_size()
     token_ids = (positions * 7919 + 11) % vocabulary
@@ -83,7 +84,7 @@ def _keys(subset: SubsetForward, rope_offset: int) -> list[torch.Tensor]:
 
 
 def _tables_near(model: torch.nn.Module, layer_name: str) -> list[Rotation]:
-    """The rotary tables of the modules around a layer, nearest first."""
+    """Return the rotary tables of the modules around a layer, nearest first."""
     modules = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if hasattr(m, "cos_sin_cache")]
     modules.sort(key=lambda item: -_common_length(item[0], layer_name))
     tables, seen = [], set()
@@ -96,7 +97,7 @@ def _tables_near(model: torch.nn.Module, layer_name: str) -> list[Rotation]:
 
 @functools.cache  # layers share rotary modules
 def _table(module: Any) -> Rotation:
-    """A module's table, recomputed in float32 where the model rounds its own."""
+    """Return a module's table, recomputed in float32 where the model rounds its own."""
     cache = module.cos_sin_cache
     if cache.dtype != torch.float32 and hasattr(module, "_compute_cos_sin_cache"):
         exact = module._compute_cos_sin_cache().to(cache.device)

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ragkv.engine.fusion import Fusion, StepBudget
-from ragkv.engine.loader import Source
+from ragkv.engine.loader import KVLoader
 from ragkv.engine.precompute import Precompute
 from ragkv.engine.queues import FusionQueue, MeanQueue, PrecomputeQueue, Queue
 from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Task
@@ -39,12 +39,12 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
 class WorkerSide:
     """The jobs of a worker, and what became of those that have ended since vLLM last asked."""
 
-    def __init__(self, source: Source, max_batch_tokens: int) -> None:
-        self.source = source
+    def __init__(self, loader: KVLoader, max_batch_tokens: int) -> None:
+        self.loader = loader
         self._max_batch_tokens = max_batch_tokens
         self._budget = StepBudget(max_batch_tokens)
-        precompute = Precompute(source)
-        self._fusions = FusionQueue(Fusion(source), self._budget)
+        precompute = Precompute(loader)
+        self._fusions = FusionQueue(Fusion(loader), self._budget)
         self._precomputes = PrecomputeQueue(precompute, max_batch_tokens)
         self._means = MeanQueue(precompute)
         self._finished: set[str] = set()
@@ -80,7 +80,7 @@ class WorkerSide:
     def _end(self, job: Job, outcome: Report | Exception) -> None:
         if isinstance(outcome, Exception):
             logger.error("request %s is prefilled by vLLM instead", job.request_id, exc_info=outcome)
-            first_block = job.num_prefix // self.source.subset.block_size
+            first_block = job.num_prefix // self.loader.forward.block_size
             self._bad_blocks.update(job.block_ids[first_block:])
             problem = str(outcome) if isinstance(outcome, RagKVError) else f"{type(outcome).__name__}: {outcome}"
             outcome = Report(problem=problem, failed=True)
@@ -89,7 +89,7 @@ class WorkerSide:
 
     def _tidy(self) -> None:
         """Give memory back: what vLLM compiles for batch sizes is allocated between tensors, and fragments the heap."""
-        if self.source.subset.device.type == "cpu" and time.monotonic() - self._tidied_at > _TIDY_INTERVAL_S:
+        if self.loader.forward.device.type == "cpu" and time.monotonic() - self._tidied_at > _TIDY_INTERVAL_S:
             return_free_pages()
             self._tidied_at = time.monotonic()
 

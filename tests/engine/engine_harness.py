@@ -129,19 +129,19 @@ class Switchable(WorkerExtension):
         worker.slice_tokens = slices if num_tokens is None else lambda *_: num_tokens
 
     def use_blocks_of_vllm(self, wanted: bool):
-        from ragkv.engine.loader import Source
+        from ragkv.engine.loader import KVLoader
 
-        own = Source.own_blocks = getattr(Source, "own_blocks", Source.blocks)
-        Source.blocks = (lambda source, job: 2 * own(source, job)[1:]) if wanted else own
+        own = KVLoader.own_blocks = getattr(KVLoader, "own_blocks", KVLoader.blocks)
+        KVLoader.blocks = (lambda loader, job: 2 * own(loader, job)[1:]) if wanted else own
 
     def places(self) -> list[str]:
         """Over what the passes since the last call attended by our kernel, one after the other."""
-        from ragkv.engine import loader as fill
+        from ragkv.engine import filler
 
-        if not hasattr(fill, "own_selective"):
-            fill.own_selective, fill.places = fill.selective, []
-            fill.selective = lambda subset, kernels, blocks, positions: (
-                fill.places.append(type(blocks).__name__) or fill.own_selective(subset, kernels, blocks, positions)
+        if not hasattr(filler, "own_selective"):
+            filler.own_selective, filler.places = filler.selective, []
+            filler.selective = lambda forward, kernels, blocks, positions: (
+                filler.places.append(type(blocks).__name__) or filler.own_selective(forward, kernels, blocks, positions)
             )
-        found, fill.places = fill.places, []
+        found, filler.places = filler.places, []
         return found

@@ -77,7 +77,7 @@ def check_behind_a_fused_prefix(harness, anchor, chunks, question):
         harness.ask_now(*lay_out(anchor, chunks[:2], question, "query+shift:0.2"), salt=f"goes on {own}")
         harness.tell("places")
         found.append(harness.ask_now(*lay_out(anchor, chunks, question, "query:0.2"), salt=f"goes on {own}"))
-        assert found[-1].report.prefix_tokens > len(anchor) + len(chunks[0])
+        assert found[-1].report.tokens.prefix > len(anchor) + len(chunks[0])
         assert harness.tell("places") == (["PagedBlocks", "PagedBlocks"] if own else [])
     assert_same(*found)
 
@@ -97,7 +97,7 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
         assert_same(harness.ask_now(one, task), harness.ask_now(one))
         for policy in ("query:0.2", "query+shift:0.2", "cacheblend:0.2", "cacheblend-k:0.2", "epic:0.2"):
             some = harness.ask_now(*lay_out(anchor, chunks, question, policy))
-            assert some.report.problem is None and 0 < some.report.recomputed_tokens < 0.25 * len(token_ids)
+            assert some.report.problem is None and 0 < some.report.tokens.recomputed < 0.25 * len(token_ids)
             harness.tell("use_own_attention", False)
             assert_same(some, harness.ask_now(*lay_out(anchor, chunks, question, policy)))
             harness.tell("use_own_attention", True)
@@ -129,7 +129,7 @@ def test_the_passes_that_cuda_gets_answer_the_same(runner, tmp_path, monkeypatch
                 harness.tell("places")
                 found = harness.ask_now(*lay_out(anchor, chunks, question, policy))
                 assert_same(found, expected)
-                assert found.report.recomputed_runs == expected.report.recomputed_runs
+                assert found.report.tokens.recomputed_runs == expected.report.tokens.recomputed_runs
                 assert set(harness.tell("places")) == {"PagedBlocks"}
             harness.tell("use_slices_of", None)
             harness.tell("use_blocks_of_vllm", False)

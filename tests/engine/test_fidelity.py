@@ -14,7 +14,7 @@ from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import ROOT_HASH, FuseTask, MeanTask, Span
 from ragkv.evals import datasets, quality
-from ragkv.policies import FULL
+from ragkv.policies import FULL, Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
@@ -62,8 +62,8 @@ def stored(harness, chunk, before):
 def test_recomputing_everything_is_exact_whoever_chooses(harness, anchor, chunks, question, policy):
     token_ids, task = lay_out(anchor, chunks[:3], question, policy)
     found = harness.ask_now(token_ids, task)
-    assert found.report.policy == policy
-    assert found.report.reused_tokens == len(anchor) + CHUNK_TOKENS
+    assert found.report.policy == Policy.parse(policy)
+    assert found.report.tokens.reused == len(anchor) + CHUNK_TOKENS
     assert_same(found, harness.ask_now(token_ids))
 
 
@@ -74,18 +74,18 @@ def test_budgets_are_kept_and_what_is_exact_is_left(harness, anchor, chunks, que
     token_ids, task = lay_out(anchor, chunks, question, f"{policy}:0.1")
     report = harness.ask_now(token_ids, task, max_tokens=1).report
     cached = len(anchor) + NUM_CHUNKS * CHUNK_TOKENS
-    recomputed = sum(end - start for start, end in report.recomputed_runs)
-    assert recomputed == report.recomputed_tokens - (len(question) - 1)
+    recomputed = sum(end - start for start, end in report.tokens.recomputed_runs)
+    assert recomputed == report.tokens.recomputed - (len(question) - 1)
     assert recomputed <= int(0.1 * cached)
     assert recomputed >= 0.08 * cached
-    assert all(start >= len(anchor) + CHUNK_TOKENS for start, _ in report.recomputed_runs)
+    assert all(start >= len(anchor) + CHUNK_TOKENS for start, _ in report.tokens.recomputed_runs)
 
 
 def test_a_larger_budget_covers_more_of_the_questions_attention(harness, anchor, chunks, question):
     covered = []
     for policy in ("query:0.02", "query:0.2", "query:1", "epic:0.2"):
         token_ids, task = lay_out(anchor, chunks, question, policy)
-        covered.append(harness.ask_now(token_ids, task, max_tokens=1).report.covered)
+        covered.append(harness.ask_now(token_ids, task, max_tokens=1).report.votes.covered)
     assert 0.02 < covered[0] < covered[1] < covered[2] == pytest.approx(1)
     assert covered[3] is None
 
@@ -93,13 +93,13 @@ def test_a_larger_budget_covers_more_of_the_questions_attention(harness, anchor,
 def test_the_evenness_of_the_votes_is_reported(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks, question, "query+shift:0.05")
     report = harness.ask_now(token_ids, task, max_tokens=1).report
-    assert (report.policy, report.problem) == (task.policy.label, None)
-    assert 0.3 < report.evenness < 0.98
+    assert (report.policy, report.problem) == (task.policy, None)
+    assert 0.3 < report.votes.evenness < 0.98
 
 
 def test_epic_recomputes_the_heads(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks[:3], question, "epic:0.05")
-    runs = harness.ask_now(token_ids, task, max_tokens=1).report.recomputed_runs
+    runs = harness.ask_now(token_ids, task, max_tokens=1).report.tokens.recomputed_runs
     assert [run[0] for run in runs] == [span.start for span in task.spans[2:]]
 
 
@@ -128,7 +128,7 @@ def test_scores_where_the_prefix_cache_has_it_all(harness, text):
 def test_shifts_are_the_same_in_slices(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks, question, "query+shift:0.4")
     alone = harness.ask_now(token_ids, task)
-    assert alone.report.recomputed_tokens > 256
+    assert alone.report.tokens.recomputed > 256
 
     async def beside_a_decode():
         other = asyncio.create_task(harness.ask(token_ids[:200], max_tokens=60))

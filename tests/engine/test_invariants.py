@@ -34,15 +34,15 @@ def chunks(harness, anchor, text):
 def test_full_equals_vllm(harness, anchor, chunks, question, num_chunks):
     token_ids, task = lay_out(anchor, chunks[:num_chunks], question, "full")
     fused = harness.ask_now(token_ids, task)
-    assert fused.report.recomputed_tokens == len(token_ids) - 1
+    assert fused.report.tokens.recomputed == len(token_ids) - 1
     assert_same(fused, harness.ask_now(token_ids))
 
 
 def test_one_chunk_behind_its_anchor_is_exact_without_recomputing(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks[2:3], question, "none")
     fused = harness.ask_now(token_ids, task)
-    assert fused.report.reused_tokens == len(anchor) + CHUNK_TOKENS
-    assert fused.report.recomputed_tokens == len(question) - 1
+    assert fused.report.tokens.reused == len(anchor) + CHUNK_TOKENS
+    assert fused.report.tokens.recomputed == len(question) - 1
     assert_same(fused, harness.ask_now(token_ids))
 
 
@@ -50,7 +50,7 @@ def test_recomputing_all_that_is_cached_is_exact(harness, anchor, chunks, questi
     """`query:1.0` goes the whole way: load, rotate, vote, recompute everything that isn't exact already."""
     token_ids, task = lay_out(anchor, chunks[:4], question, "query:1.0")
     fused = harness.ask_now(token_ids, task)
-    assert fused.report.reused_tokens == len(anchor) + CHUNK_TOKENS
+    assert fused.report.tokens.reused == len(anchor) + CHUNK_TOKENS
     assert_same(fused, harness.ask_now(token_ids))
 
 
@@ -59,7 +59,7 @@ def test_text_without_kv_is_computed_where_it_stands(harness, anchor, chunks, qu
     unknown = text[5000:5200]
     token_ids, task = lay_out(anchor, [chunks[0], unknown, chunks[1]], question, "query:1.0")
     fused = harness.ask_now(token_ids, task)
-    assert fused.report.missing_chunks == 1
+    assert fused.report.chunks.missing == 1
     assert_same(fused, harness.ask_now(token_ids))
     nothing, task = lay_out(anchor, [unknown], question, "none")
     assert_same(harness.ask_now(nothing, task), harness.ask_now(nothing))
@@ -105,7 +105,7 @@ def test_slices_while_others_decode_change_nothing(harness, anchor, chunks, ques
     token_ids, task = lay_out(anchor, chunks, question, "query:0.4")
     alone = harness.ask_now(token_ids, task)
     max_batch_tokens = harness.engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
-    assert alone.report.recomputed_tokens > slice_tokens(max_batch_tokens, 8, 8)
+    assert alone.report.tokens.recomputed > slice_tokens(max_batch_tokens, 8, 8)
 
     async def beside_decodes():
         others = [asyncio.create_task(harness.ask(token_ids[:100], max_tokens=60)) for _ in range(8)]
@@ -127,8 +127,8 @@ def test_a_slice_is_the_smaller_the_more_wait_for_it():
 def test_a_second_identical_request_takes_its_kv_from_the_prefix_cache(harness, anchor, chunks, question):
     token_ids, task = lay_out(anchor, chunks[:4], question, "query:0.15")
     first, second = (harness.ask_now(token_ids, task, salt="shared") for _ in range(2))
-    assert first.report.prefix_tokens == 0
-    assert second.report is None or second.report.prefix_tokens >= 128
+    assert first.report.tokens.prefix == 0
+    assert second.report is None or second.report.tokens.prefix >= 128
     # the tail behind the last whole block is chosen anew, by a question that has seen the fused cache: policy drift
     assert_same(second, first, tolerance=0.05)
     plain = harness.ask_now(token_ids)
@@ -197,7 +197,7 @@ def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, quest
     token_ids, task = lay_out(anchor, chunks, question, policy)
     damaged(harness, chunks[2], anchor, layer)
     found = harness.ask_now(token_ids, task)
-    assert (found.report.corrupt_chunks, found.report.missing_chunks) == (1, 0)
+    assert (found.report.chunks.corrupt, found.report.chunks.missing) == (1, 0)
     assert harness.engine.counters["corrupt_chunks"] >= 1
     # the same request with that chunk never precomputed
     unknown_anchor = Span(*[getattr(task.spans[3], name) for name in ("start", "end")], "a" * 32, "b" * 32)

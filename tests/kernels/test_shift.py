@@ -4,7 +4,7 @@ from rope_reference import rope, table
 
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import DAMPING, averaging, learn, shift_weights
+from ragkv.kernels.shift import DAMPING, averaging, mean_shifts, shift_weights
 
 START, SIZE = 37, 64
 
@@ -15,7 +15,9 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
     def back(keys):
         return keys.float() if rotation is None else rotation.rotate(keys.float(), -(start + offsets))
 
-    ((mean_k, mean_v),) = learn(back(fresh_k), fresh_v, back(k[:, offsets]), v[:, offsets], averaging([len(offsets)]))
+    ((mean_k, mean_v),) = mean_shifts(
+        back(fresh_k), fresh_v, back(k[:, offsets]), v[:, offsets], averaging([len(offsets)])
+    )
     mean_shift = KVShift(mean_k, mean_v, weights, start)
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
     kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]))], rotation, *caches, [mean_shift])
@@ -25,7 +27,7 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
 def test_each_chunk_learns_from_its_own_tokens():
     fresh, cached = torch.randn(2, 2, 9, SIZE)
     for (k, v), part in zip(
-        learn(fresh, cached, cached, fresh, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True
+        mean_shifts(fresh, cached, cached, fresh, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True
     ):
         expected = (fresh - cached)[:, slice(*part)].mean(1)
         torch.testing.assert_close(k, expected)

@@ -1,0 +1,193 @@
+"""Fills a request's blocks in passes over the model: each computes some tokens and loads spans as its layers need them.
+
+A layer's KV is read, checked and fused just before that layer attends, and dropped after it: no more than one layer is
+held. Knows nothing about policies: what to compute and to load comes as a `PassPlan`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ragkv.engine.attention import selective
+from ragkv.engine.blocks import Blocks
+from ragkv.engine.forward import Piece
+from ragkv.engine.loader import KVLoader, LoadedSpan
+from ragkv.engine.positions import covered
+from ragkv.engine.shift import MeanShift
+from ragkv.engine.task import Job, Report, Span
+from ragkv.store.base import Snapshot
+
+_NOT_WRITTEN = -1  # a slot
+_UNKNOWN = (1 << 31) - 1  # a position after every query: nothing attends to it
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer, just before it attends. q, k, v: `[T, H, D]` of the tokens in the pass.
+
+    key_positions: `[N]`, of the keys; after every query where there is no key.
+    """
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    loaded: list[LoadedSpan]
+    blocks: Blocks
+    key_positions: torch.Tensor
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[Hkv, N, D]` of all tokens, in the pass or cached."""
+        return self.blocks.keys(self.layer)
+
+
+Observe = Callable[[LayerView], bool | None]  # returns True to end the pass
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What one pass computes and loads.
+
+    positions: `[T]`, sorted, of the tokens to compute. spans_at: the spans to load just before a layer attends.
+    observe: called with each layer before it attends. shift: move the spans' other tokens by the mean shift of those
+    that are computed. stage: where in the report the pass's time goes, apart from the load's. attend_in: where its
+    tokens attend by `selective_attention`: in the filler's `blocks`, if the spans and `positions` are all tokens up to
+    the last, or in its `paged`; None: by vLLM's own attention. flush: False leaves nothing in vLLM's blocks, if the
+    filler's are separate.
+    """
+
+    positions: torch.Tensor
+    spans_at: Callable[[int], Sequence[Span]]
+    observe: Observe | None = None
+    shift: bool = False
+    stage: Literal["probe_ms", "recompute_ms"] = "recompute_ms"
+    attend_in: Blocks | None = None
+    flush: bool = True
+
+
+class BlockFiller:
+    """The blocks of one request being filled.
+
+    blocks: where a layer's KV is put together; paged: vLLM's own blocks, None if kernels can't read them; is_separate:
+    whether the two differ, as they do on CPU.
+    """
+
+    def __init__(self, loader: KVLoader, job: Job, report: Report) -> None:
+        self.loader, self.job, self.report = loader, job, report
+        self.blocks, self.paged = loader.blocks(job)
+        self.is_separate = self.blocks is not self.paged
+        self.slots = self.blocks.slots.clone()
+        if not self.is_separate:  # what vLLM's prefix cache has must not be written
+            self.slots[: job.num_prefix] = _NOT_WRITTEN
+
+    def run(self, plan: PassPlan) -> None:
+        """Do one pass. Raises BadSpanError if a span can't be loaded, with some layers written."""
+        stages = self.report.stages
+        begin, loaded_before = time.perf_counter(), stages.load_ms
+        with self.loader.snapshot() as snapshot:
+            _Pass(self, plan, snapshot).run()
+        elapsed_ms = 1e3 * (time.perf_counter() - begin) - (stages.load_ms - loaded_before)
+        setattr(stages, plan.stage, getattr(stages, plan.stage) + elapsed_ms)
+
+    def is_transient(self, attend_in: Blocks | None) -> bool:
+        """Whether what a pass that attends there puts together is gone at its end, unless it is flushed."""
+        return self.is_separate and attend_in is self.blocks
+
+    def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
+        """Write one layer of a span into vLLM's blocks."""
+        with self.loader.device_copy.in_use():
+            loaded = self.loader.read(snapshot, layer, span)
+            self.loader.fuse(layer, [loaded], self.blocks, self.slots)
+        self.blocks.flush(layer, span.start, span.end)
+
+
+class _Pass:
+    """One pass: the forward over the plan's positions, and before each layer its load."""
+
+    def __init__(self, filler: BlockFiller, plan: PassPlan, snapshot: Snapshot) -> None:
+        self._filler, self._loader, self._plan, self._snapshot = filler, filler.loader, plan, snapshot
+        self._forward, self._blocks = filler.loader.forward, filler.blocks
+        self._num_layers, device = len(self._forward.layers), self._forward.device
+        self._positions = plan.positions.to(device)
+        self._slots = filler.slots.index_fill(0, self._positions, _NOT_WRITTEN)  # these are computed in the pass
+        self._mean_shift = MeanShift(plan.positions, device) if plan.shift else None
+        num_computed = int(plan.positions[-1]) + 1 if len(plan.positions) else 0
+        self._end = max([num_computed, *(span.end for span in plan.spans_at(0))])
+        self._key_positions = self._find_key_positions() if plan.observe else self._positions
+
+    def run(self) -> None:
+        plan = self._plan
+        if len(plan.positions):
+            attend = None
+            if plan.attend_in is not None:
+                attend = selective(self._forward, self._loader.kernels, plan.attend_in, self._positions)
+            self._forward.run([piece(self._filler.job, plan.positions)], self._before_layer, attend)
+        else:  # everything is cached: there is nothing to run, only to write
+            nothing = torch.empty(0, device=self._forward.device)
+            for layer in range(self._num_layers):
+                self._before_layer(layer, nothing, nothing, nothing)
+        self._loader.check_unchanged(self._snapshot, plan.spans_at(self._num_layers - 1))
+
+    def _before_layer(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
+        """Load the layer's spans, put the computed tokens' KV next to them, and show the whole to the observer."""
+        with self._loader.device_copy.in_use():
+            self._prefetch(layer + 1)
+            begin = time.perf_counter()
+            loaded = self._load(layer, k, v)
+            self._put(layer, k, v)
+            self._flush(layer)
+            self._record_load(layer, begin)
+            observe = self._plan.observe
+            if observe is None:
+                return None
+            return observe(LayerView(layer, q, k, v, loaded, self._blocks, self._key_positions))
+
+    def _prefetch(self, layer: int) -> None:
+        """Have a layer's KV read from disk while the one before it is computed."""
+        for span in self._plan.spans_at(layer) if layer < self._num_layers else ():
+            self._snapshot.prefetch(self._loader.key(span), layer)
+
+    def _load(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[LoadedSpan]:
+        loaded = [self._loader.read(self._snapshot, layer, span) for span in self._plan.spans_at(layer)]
+        shifts = self._mean_shift.shifts(loaded, k, v, self._loader.rotations[layer]) if self._mean_shift else None
+        self._loader.fuse(layer, loaded, self._blocks, self._slots, shifts)
+        return loaded
+
+    def _put(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the computed tokens' KV where kernels read it: vLLM itself writes it only after this."""
+        attend_in = self._plan.attend_in
+        if len(self._positions) and (self._plan.observe or attend_in is self._blocks):
+            self._blocks.put(layer, self._positions, k, v)
+        if attend_in is not None and attend_in is not self._blocks:
+            attend_in.put(layer, self._positions, k, v)
+
+    def _flush(self, layer: int) -> None:
+        """Copy the layer into vLLM's blocks: all of it, or the loaded spans where vLLM writes the rest."""
+        first = self._filler.job.num_prefix
+        if not self._plan.flush:
+            return
+        if self._plan.attend_in is self._blocks:
+            self._blocks.flush(layer, first, self._end)
+            return
+        for span in self._plan.spans_at(layer):
+            self._blocks.flush(layer, max(span.start, first), span.end)
+
+    def _record_load(self, layer: int, begin: float) -> None:
+        stages, end = self._filler.report.stages, time.perf_counter()
+        stages.load_ms += 1e3 * (end - begin)
+        if stages.trace is not None:
+            stages.trace.append((self._plan.stage, layer, begin, end))
+
+    def _find_key_positions(self) -> torch.Tensor:
+        positions = torch.arange(len(self._filler.job.token_ids))
+        positions[~covered(len(positions), self._plan.positions, self._plan.spans_at(0))] = _UNKNOWN
+        return positions.to(self._forward.device)
+
+
+def piece(job: Job, positions: torch.Tensor) -> Piece:
+    """Return the job's tokens at these positions, to compute."""
+    return Piece(torch.tensor(job.token_ids)[positions], positions, torch.tensor(job.block_ids))
