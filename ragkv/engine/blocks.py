@@ -115,8 +115,11 @@ def find_views(forward: Forward) -> list[tuple[torch.Tensor, torch.Tensor]] | No
 
 
 def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the ways to see a backend's tensor as K and V. On CPU `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows
-    (but with AMX, where numbers lie in pairs). Else five dimensions: two of something, one of a block's tokens."""
+    """Return the ways to see a backend's tensor as K and V.
+
+    On CPU it is `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows (but with AMX, where numbers
+    are in pairs). Else it has five dimensions: two of something, one of a block's tokens.
+    """
     if cache.dim() == 4 and cache.shape[2] == block_size:
         k, v = cache.flatten(2).chunk(2, dim=2)
         columns, rows = torch.unflatten(k, 2, (-1, block_size)), torch.unflatten(v, 2, (block_size, -1))
