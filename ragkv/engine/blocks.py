@@ -117,8 +117,8 @@ def find_views(forward: Forward) -> list[tuple[torch.Tensor, torch.Tensor]] | No
 def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the ways to see a backend's tensor as K and V.
 
-    On CPU it is `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows (but with AMX, where numbers
-    are in pairs). Else it has five dimensions: two of something, one of a block's tokens.
+    On CPU it is `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows (with AMX, numbers
+    are in pairs: another layout). Else it has five dimensions: two of something, one of a block's tokens.
     """
     if cache.dim() == 4 and cache.shape[2] == block_size:
         k, v = cache.flatten(2).chunk(2, dim=2)
