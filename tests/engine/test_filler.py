@@ -1,0 +1,306 @@
+"""The passes that fill blocks, the fusion over them and the worker's queues, on a small model without vLLM."""
+
+import pytest
+import torch
+from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
+
+from ragkv.engine.filler import BlockFiller, PassPlan
+from ragkv.engine.fusion import Fusion, StepBudget
+from ragkv.engine.loader import BadSpanError, KVLoader
+from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
+from ragkv.engine.precompute import Precompute
+from ragkv.engine.shift import MeanShift
+from ragkv.engine.task import ROOT_HASH, FuseTask, Job, MeanTask, PrecomputeTask, Report, ScoreTask, Span
+from ragkv.engine.worker import WorkerSide
+from ragkv.errors import StoreError
+from ragkv.kernels.dispatch import choose
+from ragkv.kernels.shift import averaging, mean_shifts, shift_weights
+from ragkv.policies import Policy
+from ragkv.retriever.hashing import chunk_hash, mean_hash
+from ragkv.store.memory_store import MemoryStore
+
+ANCHOR, FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21]
+QUESTION = [30, 31, 32]
+TOKENS = ANCHOR + FIRST + SECOND + QUESTION
+BLOCKS = [9, 3, 7, 1, 8, 2, 5]
+A_SPAN = Span(0, 5, chunk_hash(ANCHOR), ROOT_HASH)
+F_SPAN = Span(5, 12, chunk_hash(FIRST), chunk_hash(ANCHOR))
+S_SPAN = Span(12, 21, chunk_hash(SECOND), chunk_hash(ANCHOR))
+SPANS = (A_SPAN, F_SPAN, S_SPAN)
+
+
+def job(policy="none", spans=SPANS, num_prefix=0, token_ids=TOKENS, **fields):
+    return Job("r", FuseTask(spans, Policy.parse(policy), **fields), list(token_ids), BLOCKS, num_prefix)
+
+
+def precompute_jobs():
+    jobs = [Job("anchor", PrecomputeTask(A_SPAN), ANCHOR, BLOCKS, 0)]
+    for chunk in (FIRST, SECOND):
+        span = Span(5, 5 + len(chunk), chunk_hash(chunk), chunk_hash(ANCHOR))
+        jobs.append(Job(span.chunk_hash, PrecomputeTask(span), ANCHOR + chunk, BLOCKS, 0))
+    return jobs
+
+
+@pytest.fixture(params=["torch", "separate"])
+def loader(request):
+    """`separate`: a layer is put together in memory of ours, as on CPU, and not in the model's blocks."""
+    forward = TinyForward()
+    loader = KVLoader(
+        forward, [forward.rotation] * NUM_LAYERS, MemoryStore(), "f" * 32, choose("torch", forward.device)
+    )
+    for one in precompute_jobs():
+        Precompute(loader).precompute([one])
+    for layer in forward.layers:
+        layer.kv_cache.zero_()
+    if request.param != "separate":
+        own = loader.blocks
+        loader.blocks = lambda job: 2 * own(job)[1:]
+    return loader
+
+
+def expected_kv(tokens=TOKENS):
+    """What a plain forward over all tokens writes, by layer."""
+    forward = TinyForward()
+    forward.run([_piece(tokens)])
+    return [forward.read(layer, len(tokens), BLOCKS) for layer in range(NUM_LAYERS)]
+
+
+def _piece(tokens):
+    from ragkv.engine.forward import Piece
+
+    return Piece(torch.tensor(tokens), torch.arange(len(tokens)), torch.tensor(BLOCKS))
+
+
+def fuse(loader, *args, slice_tokens=1000, **kwargs):
+    steps = Fusion(loader).fuse(job(*args, **kwargs), StepBudget(slice_tokens))
+    num_steps = 1
+    while True:
+        try:
+            next(steps)
+            num_steps += 1
+        except StopIteration as stop:
+            return stop.value, num_steps
+
+
+def kv(loader, layer, end=24):
+    return [x[:end] for x in loader.forward.read(layer, len(TOKENS), BLOCKS)]
+
+
+def run(loader, report=None, num_prefix=0, **plan):
+    filler = BlockFiller(loader, job(num_prefix=num_prefix), report or Report())
+    filler.run(PassPlan(**{"positions": torch.arange(21, 24), "spans_at": lambda _: SPANS, **plan}))
+    return filler
+
+
+def test_a_pass_over_exact_spans_writes_what_prefill_writes(loader):
+    report = Report()
+    run(loader, report, positions=torch.arange(12, 24), spans_at=lambda _: SPANS[:2])
+    for layer, expected in enumerate(expected_kv()):
+        torch.testing.assert_close(kv(loader, layer), expected, rtol=1e-4, atol=1e-4)
+    assert loader.forward.num_computed[-1] == 12
+    assert report.stages.load_ms > 0 and report.stages.recompute_ms > 0 and report.stages.probe_ms == 0
+
+
+def test_keys_are_rotated_to_where_the_chunk_is_and_values_are_not_touched(loader):
+    run(loader)
+    with loader.snapshot() as snapshot:
+        stored = loader.read(snapshot, 1, S_SPAN)
+    k, v = kv(loader, 1)
+    assert stored.distance == 7
+    torch.testing.assert_close(k[12:21], loader.forward.rotation.rotate(stored.kv.k, 7).transpose(0, 1))
+    assert torch.equal(v[12:21], stored.kv.v.transpose(0, 1))
+
+
+def test_an_observer_sees_every_key_and_ends_the_pass(loader):
+    seen = []
+
+    def observe(view):
+        seen.append((view.layer, view.q.shape[0], [item.span for item in view.loaded]))
+        torch.testing.assert_close(view.keys[:, 21:], view.k.transpose(0, 1))
+        assert view.key_positions.tolist() == list(range(24))
+        return view.layer == 1
+
+    run(loader, observe=observe, stage="probe_ms")
+    assert seen == [(0, 3, list(SPANS)), (1, 3, list(SPANS))]
+    assert kv(loader, 1, 5)[0].any() and not kv(loader, 2)[0][5:12].any()
+
+
+def test_positions_without_a_key_come_after_every_query(loader):
+    def observe(view):
+        assert (view.key_positions[5:12] > 10**6).all() and view.key_positions[12:].tolist() == list(range(12, 24))
+        return True
+
+    run(loader, spans_at=lambda _: (A_SPAN, S_SPAN), observe=observe)
+
+
+def test_a_pass_that_is_not_flushed_leaves_nothing_of_its_spans(loader):
+    filler = BlockFiller(loader, job(), Report())
+    before = kv(loader, 0)[1][12:21].clone()
+    attend_in = filler.blocks
+    filler.run(PassPlan(torch.arange(21, 24), lambda _: SPANS, attend_in=attend_in, flush=False))
+    is_left_alone = torch.equal(kv(loader, 0)[1][12:21], before)
+    assert filler.is_transient(attend_in) == filler.is_separate == is_left_alone
+
+
+def test_what_vllm_s_prefix_cache_has_is_not_written(loader):
+    for layer in loader.forward.layers:
+        layer.kv_cache.fill_(-1)
+    run(loader, num_prefix=8)
+    k, v = kv(loader, 0)
+    assert (k[:8] == -1).all() and (v[:8] == -1).all() and (v[8:] != -1).any(dim=-1).all()
+
+
+def test_spans_can_be_loaded_from_one_layer_on(loader):
+    for layer in loader.forward.layers:
+        layer.kv_cache.fill_(-1)
+    run(loader, spans_at=lambda layer: SPANS if layer >= 2 else ())
+    assert (kv(loader, 1)[1][:21] == -1).all() and (kv(loader, 2)[1][:21] != -1).any(dim=-1).all()
+
+
+def test_where_all_is_cached_nothing_is_computed(loader):
+    num_forwards = len(loader.forward.num_computed)
+    run(loader, positions=torch.arange(0))
+    assert len(loader.forward.num_computed) == num_forwards and kv(loader, 2, 21)[0].any(dim=-1).all()
+
+
+def test_a_trace_has_a_row_for_each_layer(loader):
+    report = Report()
+    report.stages.trace = []
+    run(loader, report, stage="probe_ms")
+    assert [(stage, layer) for stage, layer, _, _ in report.stages.trace] == [
+        ("probe_ms", n) for n in range(NUM_LAYERS)
+    ]
+    assert all(begin < end for _, _, begin, end in report.stages.trace)
+
+
+def test_a_missing_or_unfitting_span_is_named(loader):
+    missing = Span(12, 21, "0" * 31 + "1", chunk_hash(ANCHOR))
+    with pytest.raises(BadSpanError, match="layer 0 is missing") as error:
+        run(loader, spans_at=lambda _: (A_SPAN, missing))
+    assert error.value.span == missing and not error.value.is_corrupt
+    unfitting = Span(12, 20, S_SPAN.chunk_hash, S_SPAN.anchor_hash)
+    with pytest.raises(BadSpanError, match=r"has shape \(2, 9, 8\), expected \(2, 8, 8\)") as error:
+        run(loader, spans_at=lambda _: (A_SPAN, unfitting))
+    assert error.value.is_corrupt
+
+
+def test_the_mean_shift_moves_the_other_tokens(loader):
+    positions = torch.tensor([13, 15, 21, 22, 23])
+    run(loader, positions=positions, shift=True)
+    with loader.snapshot() as snapshot:
+        stored = loader.read(snapshot, 0, S_SPAN).kv
+    rotate, offsets = loader.forward.rotation.rotate, torch.tensor([1, 3])
+    k, v = (x.transpose(0, 1) for x in kv(loader, 0))
+    fresh = [rotate(k[:, [13, 15]], -torch.tensor([13, 15])), v[:, [13, 15]]]
+    cached = [rotate(stored.k[:, offsets], -(5 + offsets)), stored.v[:, offsets]]
+    ((mean_k, mean_v),) = mean_shifts(fresh[0], fresh[1], cached[0], cached[1], averaging([2]))
+    weight = shift_weights(None, offsets, 9)[0]
+    torch.testing.assert_close(v[:, 17], stored.v[:, 5] + weight * mean_v)
+    moved = rotate(stored.k[:, 5:6], 7) + weight * rotate(mean_k[:, None], torch.tensor([17]))
+    torch.testing.assert_close(k[:, 17:18], moved)
+
+
+def test_a_span_without_recomputed_tokens_is_not_shifted(loader):
+    with loader.snapshot() as snapshot:
+        loaded = [loader.read(snapshot, 0, span) for span in SPANS]
+    shift = MeanShift(torch.tensor([13, 22]), torch.device("cpu"))
+    k, v = torch.randn(2, 2, 2, 8)
+    anchor, first, second = shift.shifts(loaded, k, v, loader.rotations[0])
+    assert anchor is None and first is None and second is not None
+    assert MeanShift(torch.tensor([22]), torch.device("cpu")).shifts(loaded, k[:1], v[:1], None) == [None] * 3
+
+
+@pytest.mark.parametrize("slice_tokens", [1000, 4])
+@pytest.mark.parametrize("policy", ["full", "query:1.0", "cacheblend:1.0", "epic:1.0", "guided:1.0"])
+def test_recomputing_everything_is_exact(loader, policy, slice_tokens):
+    report, num_steps = fuse(loader, policy, slice_tokens=slice_tokens)
+    for layer, expected in enumerate(expected_kv()):
+        torch.testing.assert_close(kv(loader, layer), expected, rtol=1e-4, atol=1e-4)
+    assert report.policy == Policy.parse(policy) and report.problem is None
+    assert (report.tokens.recomputed == (24 if policy == "full" else 12) and num_steps == 1) or slice_tokens == 4
+
+
+def test_part_of_the_budget_recomputes_part_of_the_tokens(loader):
+    report, _ = fuse(loader, "query:0.2")
+    num_chosen = sum(end - start for start, end in report.tokens.recomputed_runs)
+    assert 2 <= num_chosen <= 4  # of 21 cached tokens; never more, and fewer where gaps are filled
+    assert (report.tokens.recomputed, report.tokens.reused) == (3 + num_chosen, 21 - num_chosen)
+    assert all(12 <= start < end <= 21 for start, end in report.tokens.recomputed_runs)
+    assert 0 < report.votes.covered < 1 and 0 < report.votes.evenness <= 1
+    assert report.tokens.loaded == [(span.start, span.end, True) for span in SPANS]
+
+
+def test_a_chunk_without_kv_is_computed_like_other_text(loader):
+    loader.store.discard(loader.key(S_SPAN))
+    report, _ = fuse(loader, "none")
+    for layer, expected in enumerate(expected_kv()):  # anchor and first chunk are exact
+        torch.testing.assert_close(kv(loader, layer), expected, rtol=1e-4, atol=1e-4)
+    assert (report.chunks.missing, report.chunks.unusable) == (1, [S_SPAN.chunk_hash])
+    assert report.problem == "1 of 3 chunks had no usable KV in the store"
+
+
+def test_with_most_of_the_prompt_uncached_a_vote_does_not_pay(loader):
+    report, _ = fuse(loader, "query:0.2", spans=(A_SPAN,))
+    assert report.policy.is_full and report.problem == "less than half of the prompt is cached"
+
+
+def test_scores_are_those_of_a_plain_forward_when_all_is_recomputed(loader):
+    task = ScoreTask(job("full").task, len(TOKENS), ((4, 5), (6,)))
+    one = Job("r", task, [*TOKENS, 0, 0], BLOCKS, 0)
+    steps = Fusion(loader).score(one, StepBudget(1000))
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    found = torch.frombuffer(bytearray(stop.value.value.logprobs[0]), dtype=torch.float32).view(2, -1)
+    expected = TinyForward().logprobs([_piece([*TOKENS, 4])])[-2:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Step:
+    def __init__(self, jobs=(), aborted=(), num_others=0, num_scheduled=0):
+        self.jobs, self.aborted = list(jobs), set(aborted)
+        self.num_others, self.num_scheduled = num_others, num_scheduled
+
+
+def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
+    worker = WorkerSide(loader, 64)
+    others = (Span(5, 14, chunk_hash(SECOND), chunk_hash(ANCHOR)),)
+    mean = MeanTask(A_SPAN, F_SPAN, Span(5, 12, chunk_hash(FIRST), mean_hash(chunk_hash(ANCHOR), "", 2)), others)
+    jobs = [Job("mean", mean, ANCHOR + FIRST + [0] * 9, BLOCKS, 0), *precompute_jobs(), job("none")]
+    ended = []
+    worker.step(Step(jobs))
+    while len(ended) < 3:
+        ended.append(worker.take_finished())
+        worker.step(Step())
+    assert ended == [{"r"}, {one.request_id for one in precompute_jobs()}, {"mean"}]
+    assert {id: report.failed for id, report in worker.take_reports().items()} == dict.fromkeys(
+        ["r", "mean", *(one.request_id for one in precompute_jobs())], False
+    )
+    assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
+
+
+def test_a_fault_of_ours_leaves_the_request_to_vllm(loader, caplog):
+    worker = WorkerSide(loader, 64)
+    loader.store.contains = lambda key: (_ for _ in ()).throw(StoreError("the disk is on fire"))
+    worker.step(Step([job(num_prefix=BLOCK_SIZE)]))
+    assert worker.take_finished() == {"r"} and worker.take_bad_blocks() == set(BLOCKS[1:])
+    report = worker.take_reports()["r"]
+    assert report.failed and report.problem == "the disk is on fire"
+    assert worker.take_finished() is None and not worker.take_reports()
+
+
+def test_an_aborted_job_is_dropped_wherever_it_waits(loader):
+    worker = WorkerSide(loader, 64)
+    jobs = [*precompute_jobs(), job("none")]
+    worker.step(Step(jobs, aborted={one.request_id for one in jobs}))
+    assert worker.take_finished() == {one.request_id for one in jobs} and not worker.take_reports()
+
+
+def test_runs_and_slices_of_positions():
+    assert runs_of(torch.tensor([1, 2, 3, 7, 9, 10])) == [(1, 4), (7, 8), (9, 11)] and runs_of(torch.arange(0)) == []
+    selected = torch.tensor([3, 12, 14, 20, 22])
+    assert [end_of_slice(selected, end, SPANS) for end in (1, 2, 3, 4, 5)] == [1, 4, 4, 4, 5]
+    assert covered(8, torch.tensor([7]), [A_SPAN]).tolist() == [True] * 5 + [False, False, True]
+
+
+def test_exactness_ends_after_the_first_chunk():
+    assert exact_until(SPANS) == 12 and exact_until(SPANS[1:]) == 0 and exact_until([A_SPAN, S_SPAN]) == 5
