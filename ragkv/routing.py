@@ -69,7 +69,7 @@ class Router:
         inherited = self._salts.take(asked.turns, *_context(asked, options)) if self._may_continue(options) else None
         task: FuseTask | None = wanted
         chosen: Plan | None = None
-        if self.profile is not None and inherited is None and options.policy.name == self.profile.policy:
+        if self.profile is not None and inherited is None and options.policy.is_like(self.profile.policy):
             chosen, task = plan_task(self.profile, len(fitted.prompt.token_ids), wanted, kv, store, engine.in_memory)
         policy = FULL if task is None else options.policy
         return Request(

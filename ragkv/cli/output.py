@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -165,9 +166,8 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
 def print_profile(profile: "Profile") -> None:
     """What requests of the home's policy are expected to take, all chunks loaded from memory, beside full prefill."""
     from ragkv.controller.cost_model import Chunk, Load, plan
-    from ragkv.policies import Policy
 
-    policy = Policy.of(profile.policy, PROFILE_BUDGET)
+    policy = replace(profile.policy, budget=PROFILE_BUDGET)
     table = Table("prompt", box=None, padding=(0, 1))
     for name in ("full prefill", "fused", "plan"):
         table.add_column(name, justify="right")

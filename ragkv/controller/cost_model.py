@@ -48,20 +48,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Profile:
-    """Coefficients that give milliseconds. policy: whose requests were timed, without the budget.
+    """Coefficients that predict a request's time to first token, in milliseconds.
 
-    prefill: of 1, n and n², n the prompt in thousands of tokens. fused: of `Load.features`. cold_ms: more for each
-    thousand tokens that come from the disk.
+    policy: the one whose requests were timed; the profile holds for any budget of it. prefill: coefficients of 1, n and
+    n², where n is the prompt's length in thousands of tokens. fused: coefficients of `Load.features`. cold_ms: how much
+    longer a thousand tokens take that are read from disk.
     """
 
-    policy: str
+    policy: Policy
     prefill: tuple[float, ...]
     fused: tuple[float, ...]
     cold_ms: float
 
     @classmethod
-    def fit(cls, policy: str, prefill: Sequence[Sample], fused: Sequence[Sample], cold_ms: float) -> "Profile":
-        """By least squares of the relative error; no coefficient is negative."""
+    def fit(cls, policy: Policy, prefill: Sequence[Sample], fused: Sequence[Sample], cold_ms: float) -> "Profile":
+        """Fit the coefficients by least squares of the relative error; none of them is negative."""
         polynomial = [[1.0, s.load.prompt * 1e-3, (s.load.prompt * 1e-3) ** 2] for s in prefill]
         return cls(
             policy,
@@ -72,10 +73,12 @@ class Profile:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Profile":
-        return cls(fields["policy"], tuple(fields["prefill"]), tuple(fields["fused"]), fields["cold_ms"])
+        """Read what `as_dict` wrote. Raises KeyError, TypeError or ConfigError for anything else."""
+        policy = Policy.parse(str(fields["policy"]))
+        return cls(policy, tuple(fields["prefill"]), tuple(fields["fused"]), fields["cold_ms"])
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "policy": self.policy.label}
 
     def prefill_ms(self, num_tokens: int) -> float:
         n = num_tokens * 1e-3

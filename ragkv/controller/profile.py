@@ -15,6 +15,7 @@ from ragkv.chunk_kv import ChunkKV
 from ragkv.controller.cost_model import Load, Profile, Sample
 from ragkv.controller.requests import Bench, Timed, without
 from ragkv.engine.task import FuseTask
+from ragkv.errors import ConfigError
 from ragkv.machine.hardware import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
@@ -41,7 +42,7 @@ class ProfileFile:
     def load(self) -> Profile | None:
         try:
             return Profile.from_dict(self._profiles()[self._key])
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ConfigError):  # not measured yet, or damaged
             return None
 
     def save(self, profile: Profile) -> None:
@@ -104,7 +105,7 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore
     samples = [request.sample for request in fused if request.is_as_asked]
     if not samples:
         return None
-    return Profile.fit(policy.name, [request.sample for request in prefill], samples, _cold_ms(store, keys))
+    return Profile.fit(policy, [request.sample for request in prefill], samples, _cold_ms(store, keys))
 
 
 @dataclass

@@ -7,13 +7,11 @@ import pytest
 
 from ragkv.controller.cost_model import Chunk, Load, Profile, Sample, plan
 from ragkv.controller.profile import ProfileFile
-from ragkv.policies import Policy
+from ragkv.policies import Policy, Selection
 
 # Roughly two CPU cores and a small model: 1 s and 0.1 s for a thousand tokens, prefilled and fused.
-PROFILE = Profile("query", prefill=(20.0, 1000.0, 100.0), fused=(60.0, 30.0, 800.0, 1500.0, 50.0, 90.0), cold_ms=50.0)
-
-
-QUERY = Policy("query", 0.05)
+QUERY = Policy(Selection.QUERY, 0.05)
+PROFILE = Profile(QUERY, prefill=(20.0, 1000.0, 100.0), fused=(60.0, 30.0, 800.0, 1500.0, 50.0, 90.0), cold_ms=50.0)
 
 
 def samples(times):
@@ -28,7 +26,7 @@ def samples(times):
 
 def test_a_fit_finds_the_coefficients_again():
     fitted = Profile.fit(
-        "query",
+        QUERY,
         samples(lambda load: PROFILE.prefill_ms(load.prompt)),
         samples(lambda load: PROFILE.fused_ms(load)),
         PROFILE.cold_ms,
@@ -40,7 +38,7 @@ def test_a_fit_finds_the_coefficients_again():
 
 def test_a_fit_has_no_negative_part():
     rising = samples(lambda load: 500 - 0.05 * load.prompt)
-    fitted = Profile.fit("query", rising, rising, 0.0)
+    fitted = Profile.fit(QUERY, rising, rising, 0.0)
     assert min(*fitted.prefill, *fitted.fused) >= 0
 
 
@@ -101,6 +99,22 @@ def test_a_profile_is_kept_for_its_machine_model_codec_and_policy(tmp_path):
     assert all(ProfileFile(file, *other).load() is None for other in others)
     ProfileFile(file, *others[0]).save(replace(PROFILE, cold_ms=1.0))
     assert kept.load() == PROFILE
+
+
+@pytest.mark.parametrize("name", ["query", "query:0.15"])
+def test_a_profile_is_read_with_its_policy_named_with_or_without_a_budget(name):
+    read = Profile.from_dict({**PROFILE.as_dict(), "policy": name})
+    assert read.policy.is_like(QUERY) and replace(read, policy=QUERY) == PROFILE
+
+
+@pytest.mark.parametrize("name", ["query-spread+learned", "adaptive:0.1", None, 3, ["query"]])
+def test_a_profile_of_a_policy_that_is_unknown_is_measured_anew(tmp_path, name):
+    file = tmp_path / "profile.json"
+    kept = ProfileFile(file, "f" * 32, "raw", QUERY)
+    kept.save(PROFILE)
+    (key,) = json.loads(file.read_text())
+    file.write_text(json.dumps({key: {**PROFILE.as_dict(), "policy": name}}))
+    assert kept.load() is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({"x": 1})])
