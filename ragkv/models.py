@@ -4,7 +4,6 @@ Knows nothing of vLLM: a model here is a folder with a config.json and weights.
 """
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -22,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import xxhash
 
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import ModelError
+from ragkv.files import atomic_write
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
@@ -78,7 +79,10 @@ def fetch(name: str, home: Path, report: Callable[[str], None]) -> Path:
     target = home / "models" / name
     if _is_model(target):
         return target
-    with _disk_errors(target), _lock(target.parent):
+    with _disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(target.parent / ".lock")  # held: what is left over is no running process's
+    with _disk_errors(target), lock:
         if _is_model(target):  # another process fetched it while this one waited
             return target
         for leftover in (*target.parent.glob(f".{name}-*"), target):  # of a process that was killed
@@ -150,15 +154,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             raise ModelError(f"No space left for {path}; free 1 GiB there or choose another RAGKV_HOME") from error
         raise ModelError(f"Can't write {path}: {error}; choose another RAGKV_HOME") from error
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One fetching process at a time, so that what an earlier one left behind can be removed safely."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _download(model: Embedded, folder: Path) -> Path:
@@ -268,7 +263,9 @@ def _weight_digests(weights: list[Path], cache_file: Path) -> list[str]:
         digests.append(cache[key])
     if cache != known:
         with _disk_errors(cache_file):
-            _write_atomically(cache_file, json.dumps(cache, indent=1, sort_keys=True))
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{cache_file}.lock"), atomic_write(cache_file) as file:
+                file.write(json.dumps(cache, indent=1, sort_keys=True).encode())
     return digests
 
 
@@ -278,10 +275,3 @@ def _file_digest(path: Path) -> str:
         while block := file.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f".{path.name}-{os.getpid()}")
-    temp.write_text(text)
-    temp.replace(path)

@@ -3,7 +3,6 @@
 The file: magic, the catalogue's identity, the revision that was copied, FAISS's own bytes, XXH3-128 of all before.
 """
 
-import fcntl
 import logging
 import os
 import struct
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import faiss
+import filelock
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ragkv.errors import StoreError
+from ragkv.files import atomic_write
 from ragkv.retriever.catalog import Catalog
 
 log = logging.getLogger(__name__)
@@ -108,9 +109,8 @@ class VectorIndex:
                 return
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.with_name(f"{self._path.name}.lock").open("w") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    self._write()
+                with filelock.FileLock(f"{self._path}.lock"), atomic_write(self._path) as file:
+                    self._write(file)
             except (OSError, RuntimeError) as error:
                 raise StoreError(
                     f"can't write '{self._path}' ({error}); free some space or check its rights"
@@ -140,26 +140,16 @@ class VectorIndex:
         self._index, self._identity, self._revision = index, identity.decode("ascii"), revision
         self._saved_revision, self._num_saved = revision, index.ntotal
 
-    def _write(self) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        with temporary.open("wb") as file:
-            digest = xxhash.xxh3_128()
+    def _write(self, file: BinaryIO) -> None:
+        digest = xxhash.xxh3_128()
 
-            def write(data: bytes) -> int:
-                digest.update(data)
-                return file.write(data)
+        def write(data: bytes) -> int:
+            digest.update(data)
+            return file.write(data)
 
-            write(HEADER.pack(MAGIC, self._identity.encode("ascii"), self._revision))
-            faiss.write_index(self._index, faiss.PyCallbackIOWriter(write))  # type: ignore[attr-defined]
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # else the rename itself may be lost
-        finally:
-            os.close(folder)
+        write(HEADER.pack(MAGIC, self._identity.encode("ascii"), self._revision))
+        faiss.write_index(self._index, faiss.PyCallbackIOWriter(write))  # type: ignore[attr-defined]
+        file.write(digest.digest())
 
 
 def _check_digest(file: BinaryIO) -> None:

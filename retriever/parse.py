@@ -5,15 +5,14 @@ Its memory, time and output are bounded: a file that was made to exceed them end
 """
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 from ragkv.errors import DocumentError
+from ragkv.files import atomic_write
 from ragkv.retriever.documents import Document, load_file
 
 MEMORY_BYTES, CPU_S = 2 << 30, 120
@@ -21,20 +20,17 @@ _MAX_ERRORS = 10
 
 
 def read_documents(file: Path) -> Iterator[Document]:
-    """What was written to OUT."""
+    """Yield the documents that were written to OUT."""
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             yield Document(**json.loads(line))
 
 
-def rewrite(file: Path, documents: Iterable[Document]) -> None:
-    """All or nothing, and on disk."""
-    new = file.with_name(f"{file.name}.tmp")
-    with new.open("w", encoding="utf-8") as lines:
+def write_documents(file: Path, documents: Iterable[Document]) -> None:
+    """Write what `read_documents` reads: all or nothing, and on disk when it returns."""
+    with atomic_write(file) as lines:
         for document in documents:
-            _write(lines, document)
-        _sync(lines)
-    new.replace(file)
+            lines.write(json.dumps(asdict(document)).encode() + b"\n")
 
 
 def main(out: str, *rest: str) -> None:
@@ -42,18 +38,21 @@ def main(out: str, *rest: str) -> None:
     _limit(resource.RLIMIT_CPU, CPU_S)
     files = [(Path(file), name) for file, name in zip(rest[::2], rest[1::2], strict=True)]
     _limit(resource.RLIMIT_FSIZE, 8 * sum(file.stat().st_size for file, _ in files) + (64 << 20))
+    write_documents(Path(out), _read(files))
+
+
+def _read(files: Iterable[tuple[Path, str]]) -> Iterator[Document]:
+    """Yield the files' documents and print what can't be indexed; ends the process after `_MAX_ERRORS` of them."""
     num_errors = 0
-    with Path(out).open("w", encoding="utf-8") as lines:
-        for file, name in files:
-            for document in load_file(file, name):
-                if isinstance(document, DocumentError):
-                    print(json.dumps(str(document)), flush=True)
-                    num_errors += 1
-                    if num_errors == _MAX_ERRORS:
-                        sys.exit()
-                else:
-                    _write(lines, document)
-        _sync(lines)
+    for file, name in files:
+        for document in load_file(file, name):
+            if not isinstance(document, DocumentError):
+                yield document
+                continue
+            print(json.dumps(str(document)), flush=True)
+            num_errors += 1
+            if num_errors == _MAX_ERRORS:
+                sys.exit()
 
 
 def _limit(what: int, value: int) -> None:
@@ -61,15 +60,6 @@ def _limit(what: int, value: int) -> None:
     _, most = resource.getrlimit(what)
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(what, (value, value))
-
-
-def _write(lines: TextIO, document: Document) -> None:
-    lines.write(json.dumps(asdict(document)) + "\n")
-
-
-def _sync(lines: TextIO) -> None:
-    lines.flush()
-    os.fsync(lines.fileno())
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ class SegmentStore:
             self._refuse_other_contents()
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                fcntl.flock(
+                    self._lock, fcntl.LOCK_SH
+                )  # every user shares it, one that mends is alone: not `filelock`'s
                 self._files = SegmentFiles(path / "segments")
                 self._index = self._open_index()
                 self._check_format()

@@ -212,7 +212,7 @@ def test_fingerprint_reads_weights_once(model: Path, home: Path, monkeypatch: py
     before = model_fingerprint(model, "float32", home)
     assert model_fingerprint(model, "float32", home) == before
     assert read == ["model-1.safetensors", "model-2.safetensors"]
-    assert [path.name for path in home.iterdir()] == ["fingerprints.json"]
+    assert sorted(path.name for path in home.iterdir()) == ["fingerprints.json", "fingerprints.json.lock"]
 
     for damaged in ("{", "[1]", "7", '{"a": 1}'):
         (home / "fingerprints.json").write_text(damaged)

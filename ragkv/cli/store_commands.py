@@ -1,7 +1,6 @@
 """The commands that look after the KV store: what is in it, what goes, and to another home. They start no model."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +15,7 @@ from ragkv.cli.options import AsJson, ConfigFile, Home, Tenant
 from ragkv.cli.output import err, out
 from ragkv.config import MAIN, Config, load_config
 from ragkv.errors import StoreError
+from ragkv.files import atomic_write
 
 if TYPE_CHECKING:
     from ragkv.store.segment_store import SegmentStore
@@ -156,16 +156,8 @@ def _written(file: Path) -> Iterator[BinaryIO]:
         return
     if file.is_dir():
         raise StoreError(f"{file} is a folder; name the file to write")
-    temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        with temporary.open("wb") as target:
-            yield target
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with atomic_write(file) as target:
+        yield target
 
 
 @contextmanager

@@ -11,11 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from ragkv.chunk_kv import ChunkKV
 from ragkv.controller.cost_model import Load, Profile, Sample
 from ragkv.controller.requests import Bench, Timed, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
+from ragkv.files import atomic_write
 from ragkv.machine.hardware import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
@@ -46,7 +49,9 @@ class ProfileFile:
             return None
 
     def save(self, profile: Profile) -> None:
-        self._file.write_text(json.dumps({**self._profiles(), self._key: profile.as_dict()}, indent=1) + "\n")
+        with filelock.FileLock(f"{self._file}.lock"), atomic_write(self._file) as file:
+            profiles = {**self._profiles(), self._key: profile.as_dict()}
+            file.write((json.dumps(profiles, indent=1) + "\n").encode())
 
     def _profiles(self) -> dict[str, Any]:
         try:

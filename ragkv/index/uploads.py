@@ -7,7 +7,6 @@ Files are read by a process of their own (`ragkv.retriever.parse`).
 import asyncio
 import json
 import logging
-import os
 import secrets
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Literal, Protocol
 
 from ragkv.background.idle import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
+from ragkv.files import atomic_write, sync_folder
 from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
@@ -116,9 +116,11 @@ class Uploads:
                 folder.mkdir(parents=True)
                 await _read(folder / _DOCUMENTS, files)
                 self._check_room(room)
-                self._write(folder / _UPLOAD, {"names": upload.names, "hint": hint, "created": upload.created})
+                with atomic_write(folder / _UPLOAD) as file:
+                    fields = {"names": upload.names, "hint": hint, "created": upload.created}
+                    file.write(json.dumps(fields).encode())
                 folder.rename(self._folder / id)
-                _sync(self._folder)
+                sync_folder(self._folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         self._uploads[id] = upload
@@ -139,7 +141,7 @@ class Uploads:
                     if gone:
                         upload.withdrawn |= gone
                         found |= gone
-                        parse.rewrite(path, (each for each in documents if each.id not in gone))
+                        parse.write_documents(path, (each for each in documents if each.id not in gone))
         return found
 
     def _check_room(self, room: int | None) -> None:
@@ -161,13 +163,6 @@ class Uploads:
                 yield
         finally:
             self._num_reading -= 1
-
-    @staticmethod
-    def _write(file: Path, fields: dict[str, object]) -> None:
-        with file.open("w") as target:
-            json.dump(fields, target)
-            target.flush()
-            os.fsync(target.fileno())
 
     async def _run(self) -> None:
         while True:
@@ -229,11 +224,3 @@ async def _read(out: Path, files: Collection[tuple[Path, str]]) -> None:
     if reader.returncode:
         logger.warning("a reader of uploads ended with %s: %s", reader.returncode, errors.decode(errors="replace"))
         raise DocumentError("it takes more memory or time to read than an upload may; convert it to plain text")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -81,7 +81,7 @@ def test_a_document_withdrawn_between_two_tries_stays_away(tmp_path, monkeypatch
 
 
 def test_thousands_of_uploads_leave_nothing_but_the_newest(tmp_path, unread, monkeypatch):
-    monkeypatch.setattr(module.os, "fsync", lambda _: None)  # most of the time that this takes
+    monkeypatch.setattr("os.fsync", lambda _: None)  # most of the time that this takes
 
     async def run():
         async with opened(tmp_path, ingest_at_once) as uploads:
@@ -127,7 +127,7 @@ def test_while_nothing_is_indexed_only_so_many_wait(tmp_path, unread):
 
 
 def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unread, monkeypatch):
-    rewrite, withdrawing = parse.rewrite, asyncio.Event()
+    rewrite, withdrawing = parse.write_documents, asyncio.Event()
 
     async def ingest(documents, progress, hint, is_withdrawn):
         await withdrawing.wait()
@@ -145,7 +145,7 @@ def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unr
             asyncio.run_coroutine_threadsafe(meanwhile(), loop).result(10)
             rewrite(path, documents)
 
-        monkeypatch.setattr(parse, "rewrite", rewrite_later)
+        monkeypatch.setattr(parse, "write_documents", rewrite_later)
         async with opened(tmp_path, ingest) as uploads:
             await uploads.add(files("a.txt"))
             assert await asyncio.to_thread(uploads.withdraw, "a.txt") == {"a.txt"}
@@ -155,13 +155,13 @@ def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unr
 
 
 def test_documents_that_are_withdrawn_at_a_time_are_all_gone(tmp_path, unread, monkeypatch):
-    rewrite = parse.rewrite
+    rewrite = parse.write_documents
 
     def rewrite_slowly(path, documents):
         time.sleep(0.1)
         rewrite(path, documents)
 
-    monkeypatch.setattr(parse, "rewrite", rewrite_slowly)
+    monkeypatch.setattr(parse, "write_documents", rewrite_slowly)
 
     async def run():
         async with opened(tmp_path, ingest_never) as uploads:
