@@ -1,8 +1,8 @@
-"""The home folder: where everything lives, and whom it belongs to.
+"""The home folder: where everything is stored, and which models it belongs to.
 
 Models, KV and the profile are the home's; documents and vectors are each tenant's. The tenant `MAIN` has them in the
-home itself, the others in `tenants/NAME`. Hashes of a tenant's chunks are keyed by its name, so that the store, which
-all share, holds a text of two tenants twice, and neither finds the other's.
+home itself, the others in `tenants/NAME`. Chunk hashes are keyed by the tenant's name, so that the store, which all of
+them share, holds a text of two tenants twice, and neither can find the other's.
 """
 
 import re
@@ -34,7 +34,7 @@ class Owner:
 
 
 class Home:
-    """Paths under `home`, and the check that it belongs to the models in use."""
+    """One home folder: its paths, its lock, and the check that it belongs to the models in use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -43,7 +43,7 @@ class Home:
         self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
 
     def folder(self, tenant: str) -> Path:
-        """Of a tenant's documents and vectors. Raises ConfigError for a name that can't be one."""
+        """Return the folder of a tenant's documents and vectors. Raises ConfigError for a name that can't be one."""
         if not re.match(TENANT_NAME, tenant):
             raise ConfigError(
                 f"{tenant!r} can't be a tenant's name; use up to 63 small letters, digits, - and _, and begin with a "
@@ -58,7 +58,7 @@ class Home:
         return self.folder(tenant) / "index.faiss"
 
     def tenants(self) -> list[str]:
-        """Those who have, or had, documents."""
+        """Return the names of the tenants that have, or had, documents."""
         others = sorted(path.parent.name for path in self.path.glob("tenants/*/catalog.sqlite"))
         return [tenant for tenant in (MAIN, *others) if self.catalog_of(tenant).exists()]
 
@@ -78,7 +78,7 @@ class Home:
         return SegmentStore(self.kv, **options)
 
     def chunk_hashes(self) -> set[str]:
-        """Of all tenants' documents."""
+        """Return the chunk hashes of every tenant's documents."""
         hashes: set[str] = set()
         for tenant in self.tenants():
             with self.open_catalog(tenant) as catalog:
@@ -92,26 +92,26 @@ class Home:
                 fingerprint, embedder = catalog.get_setting(_MODEL_SETTING), catalog.get_setting(_EMBEDDER_SETTING)
                 if fingerprint is None or not catalog.has_documents:
                     continue
-            name, _, digest = fingerprint.rpartition(" ")
+            name, _, indexed = fingerprint.rpartition(" ")
             where = catalog.path.parent
             remedy = f"Use that one, another --home, or delete {catalog.path} and index again"
-            if digest != owner.fingerprint:
+            if indexed != owner.fingerprint:
                 raise StoreError(
-                    f"{where} was indexed with the model {name} (fingerprint {digest[:8]}), not with {owner.model} "
+                    f"{where} was indexed with the model {name} (fingerprint {indexed[:8]}), not with {owner.model} "
                     f"(fingerprint {owner.fingerprint[:8]}). {remedy}"
                 )
             if embedder != owner.embedder:
                 raise StoreError(f"{where} was indexed with the embedder {embedder}, not {owner.embedder}. {remedy}")
 
     def fingerprint(self) -> str | None:
-        """Of the model that the documents were indexed with, None before the first time."""
-        found = None
+        """Return the fingerprint of the model that the documents were indexed with, None if none ever was."""
+        fingerprint = None
         for tenant in self.tenants():
             with self.open_catalog(tenant) as catalog:
                 setting = catalog.get_setting(_MODEL_SETTING)
-                if setting and (found is None or catalog.has_documents):
-                    found = setting.rpartition(" ")[2]
-        return found
+                if setting and (fingerprint is None or catalog.has_documents):
+                    fingerprint = setting.rpartition(" ")[2]
+        return fingerprint
 
     def claim(self, catalog: Catalog, owner: Owner) -> None:
         """Record the models that a tenant's documents are indexed with from now on."""
@@ -120,9 +120,9 @@ class Home:
 
     @contextmanager
     def indexing(self) -> Iterator[None]:
-        """Hold the home for this process, which changes it. Raises BusyError if another one does.
+        """Hold the home for this process, which changes it. Raises BusyError if another process holds it.
 
-        Of one `Home` it may be held several times at once: who holds it orders the changes.
+        Within one `Home` it may be held several times at once: its holders order their changes themselves.
         """
         try:
             self._lock.acquire()

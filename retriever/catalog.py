@@ -1,4 +1,4 @@
-"""The truth about documents, chunks and vectors: one SQLite file. Knows nothing about indexes, embedders or KV."""
+"""The catalogue of documents, chunks and vectors: one SQLite file, which indexes copy. Knows nothing about KV."""
 
 import json
 import sqlite3
@@ -47,7 +47,7 @@ _CHUNK = "SELECT id, document_id, ordinal, text, token_ids, hash FROM chunks"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk as indexed. `id` is never used again; `chunk_hash` is shared by chunks of the same tokens."""
+    """An indexed chunk. Its `id` is never given to another chunk; chunks of the same tokens share a `chunk_hash`."""
 
     id: int
     document_id: str
@@ -59,6 +59,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DocumentInfo:
+    """A document as `Catalog.documents` lists it."""
+
     id: str
     title: str
     num_chunks: int
@@ -67,11 +69,11 @@ class DocumentInfo:
 
 
 class Catalog:
-    """An open catalogue, made if there is none. Many threads may share it, many processes may open the same file.
+    """An open catalogue. Many threads may share it, and many processes may open the same file.
 
-    What a method has written survives kill -9 and loss of power. Every method raises StoreError if SQLite fails: no
-    space left, a damaged file, or another process that writes for longer than BUSY_TIMEOUT_S. scope: of its chunks'
-    hashes (`chunk_hash`), always the same for the same file.
+    Opening makes the file if there is none. What a method has written survives kill -9 and loss of power. Every method
+    raises StoreError if SQLite fails: no space left, a damaged file, or another process that writes for longer than
+    BUSY_TIMEOUT_S. scope: that of `chunk_hash`, always the same for the same file.
     """
 
     def __init__(self, path: str | Path, scope: str = "") -> None:
@@ -98,18 +100,18 @@ class Catalog:
 
     @property
     def data_version(self) -> int:
-        """Grows with every change to documents, whichever process makes it. Costs microseconds."""
+        """A number that grows with every change to documents, by any process. Costs microseconds."""
         return int(self._rows("SELECT revision FROM catalog")[0][0])
 
     def document_digest(self, id: str) -> str | None:
-        """Return the digest that was given when the document was put, None if it isn't here."""
+        """Return the digest that the document was put with, None if it isn't in the catalogue."""
         rows = self._rows("SELECT digest FROM documents WHERE id = ?", id)
         return str(rows[0][0]) if rows else None
 
     def put_document(
         self, id: str, title: str, digest: str, chunks: Sequence[ChunkText], vectors: npt.NDArray[np.float32]
     ) -> None:
-        """Write the document with its chunks and their vectors `[n, dim]`; an earlier version goes, all or nothing.
+        """Write the document with its chunks and their vectors `[n, dim]` in place of an earlier version, or nothing.
 
         Raises ValueError unless there is a vector per chunk, StoreError if other documents' vectors have another `dim`.
         """
@@ -143,7 +145,7 @@ class Catalog:
             db.execute("UPDATE catalog SET revision = revision + 1")
 
     def delete_document(self, id: str) -> bool:
-        """Delete the document and its chunks; False if it isn't here."""
+        """Delete the document and its chunks. Returns whether the catalogue had it."""
         with self._transaction() as db:
             deleted = db.execute("DELETE FROM documents WHERE id = ?", (id,)).rowcount > 0
             if deleted:
@@ -151,7 +153,7 @@ class Catalog:
         return deleted
 
     def empty_log(self) -> None:
-        """Have no file hold what was deleted any more. Raises StoreError if another process reads for too long."""
+        """Remove what was deleted from SQLite's log too. Raises StoreError if another process reads for too long."""
         if self._rows("PRAGMA wal_checkpoint(TRUNCATE)")[0][0]:
             raise StoreError(
                 f"what was deleted is still in '{self.path}-wal': another process reads the catalogue. Stop it, and "
@@ -163,12 +165,12 @@ class Catalog:
         return bool(self._rows("SELECT 1 FROM documents LIMIT 1"))
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
-        """By id: up to `limit` of those that come after `after`."""
+        """Return documents sorted by id: up to `limit` of those whose ids follow `after`."""
         return self._infos("WHERE id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit)
 
     @property
     def text_bytes(self) -> int:
-        """Of all chunks together, in UTF-8. Reads them all."""
+        """The size of all chunks' texts in UTF-8. Reads them all."""
         return int(self._rows("SELECT coalesce(sum(length(CAST(text AS BLOB))), 0) FROM chunks")[0][0])
 
     def document(self, id: str) -> DocumentInfo | None:
@@ -179,17 +181,17 @@ class Catalog:
         return [str(row[0]) for row in self._rows("SELECT id FROM documents ORDER BY id")]
 
     def document_ids_of(self, name: str) -> list[str]:
-        """`name`, if it is a document's id, and the ids that begin with `name#`. Costs no more where there are many."""
+        """Return `name` if it is a document's id, and the ids that begin with `name#`; uses the index."""
         query = "SELECT id FROM documents WHERE id = ? OR (id >= ? AND id < ?) ORDER BY id"
         return [str(row[0]) for row in self._rows(query, name, f"{name}#", f"{name}$")]  # '$' comes after '#'
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
-        """Of those of these documents that are here."""
+        """Return titles by id, of those of these documents that the catalogue has."""
         rows = self._rows("SELECT id, title FROM documents WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
         return {str(id): str(title) for id, title in rows}
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
-        """Return the chunks in the order asked, without those that are gone."""
+        """Return the chunks in the order of `ids`, without deleted ones."""
         ids = [int(id) for id in ids]
         found = {
             row[0]: row for row in self._rows(f"{_CHUNK} WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
@@ -197,11 +199,11 @@ class Catalog:
         return [_chunk(found[id]) for id in ids if id in found]
 
     def document_chunks(self, id: str) -> list[Chunk]:
-        """Return the document's chunks in their order; none if it isn't here."""
+        """Return the document's chunks in their order; none if it isn't in the catalogue."""
         return [_chunk(row) for row in self._rows(f"{_CHUNK} WHERE document_id = ? ORDER BY ordinal", id)]
 
     def chunk_of(self, hash: str) -> Chunk | None:
-        """Any chunk with this hash: they are all of the same text."""
+        """Return any chunk with this hash, as all of them have the same text; None if there is none."""
         rows = self._rows(f"{_CHUNK} WHERE hash = ? LIMIT 1", hash)
         return _chunk(rows[0]) if rows else None
 
@@ -213,7 +215,7 @@ class Catalog:
             last = rows[-1][0]
 
     def num_tokens(self, hashes: Iterable[str]) -> dict[str, int]:
-        """Lengths of those of these chunks that are here, by hash."""
+        """Return the lengths in tokens, by hash, of those of these chunks that the catalogue has."""
         query = "SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash IN (SELECT value FROM json_each(?))"
         return {str(hash): int(length) for hash, length in self._rows(query, _json(set(hashes)))}
 
@@ -230,13 +232,13 @@ class Catalog:
         return hashes - {row[0] for row in rows}
 
     def vectors(self, ids: Iterable[int]) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Return those of `ids` that are still here, and their vectors `[n, dim]` in the same order."""
+        """Return those of `ids` that aren't deleted, and their vectors `[n, dim]` in the same order."""
         rows = self._rows("SELECT id, vector FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
         vectors = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
         return [row[0] for row in rows], vectors.reshape(len(rows), -1) if rows else vectors.reshape(0, 0)
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
-        """The texts of those of `ids` that are still here, by id."""
+        """Return texts by id, of those of `ids` that aren't deleted."""
         return dict(self._rows("SELECT id, text FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids)))
 
     def get_setting(self, name: str) -> str | None:

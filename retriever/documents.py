@@ -28,8 +28,10 @@ _JSONL_RECORD = re.compile(r"(.*?\.jsonl)#", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Document:
-    """A text to index. `id` is the file's absolute path, or the name it was given; for a record of a JSONL file
-    `path#<id or line number>`."""
+    """A text to index.
+
+    id: the file's absolute path, or the name it was given; for a record of a JSONL file `path#<id or line number>`.
+    """
 
     id: str
     title: str
@@ -38,13 +40,13 @@ class Document:
 
     @property
     def digest(self) -> str:
-        """Name the content (title, text, kind), whatever the id."""
+        """A hash of the content (title, text, kind), whatever the id."""
         content = json.dumps([self.title, self.text, self.markdown])
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def source_file(document_id: str) -> str:
-    """The path of the file that the document is from."""
+    """Return the path of the file that the document is from."""
     match = _JSONL_RECORD.match(document_id)
     return match[1] if match else document_id
 

@@ -7,19 +7,21 @@ from typing import Final
 import numpy as np
 import xxhash
 
-NEAREST: Final = "behind nearest"  # the contexts that an index averages over: each chunk's nearest neighbours
+NEAREST: Final = (
+    "behind nearest"  # names the contexts that an index averages over: after each chunk's nearest neighbours
+)
 
 
 def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:
     """Return the hex BLAKE2b-128 of the token ids as little-endian int32, keyed by `scope`.
 
-    scope: whose text it is, at most 64 bytes. The same text has another name in another scope, so that nothing that is
-    kept under the name is shared, nor found out by trying.
+    scope: whose text it is, at most 64 bytes. The same text has another hash in another scope, so that nothing that is
+    stored under the hash is shared, or can be found by guessing.
     """
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     return hashlib.blake2b(data, digest_size=16, key=scope.encode()).hexdigest()
 
 
-def mean_hash(anchor_hash: str, contexts: str, num_captures: int) -> str:
-    """What stands for the anchor in the key of a chunk's averaged KV."""
-    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} {contexts} {num_captures}".encode())
+def mean_hash(anchor_hash: str, contexts: str, num_contexts: int) -> str:
+    """Return what takes the anchor's place in the key of a chunk's KV that is averaged over contexts."""
+    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} {contexts} {num_contexts}".encode())

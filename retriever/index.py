@@ -1,4 +1,4 @@
-"""Vectors to the nearest chunk ids, by FAISS. Knows nothing about texts; the catalogue is the truth it copies.
+"""Search by vectors, in FAISS. A copy of the catalogue's vectors; knows nothing about texts.
 
 The file: magic, the catalogue's identity, the revision that was copied, FAISS's own bytes, XXH3-128 of all before.
 """
@@ -23,7 +23,7 @@ from ragkv.retriever.catalog import Catalog
 log = logging.getLogger(__name__)
 
 BATCH = 4096  # vectors read from the catalogue at a time
-MANY = 0.1  # of the vectors in the file
+MANY = 0.1  # added vectors, as a share of those in the file, from which on `save(few=False)` writes
 BLOCK = 1 << 20
 DIGEST_BYTES = 16
 HEADER = struct.Struct("<8s32sq")  # magic, identity, revision
@@ -33,8 +33,8 @@ MAGIC = b"ragkvix1"
 class VectorIndex:
     """Exact search by inner product over the catalogue's vectors. Usable from many threads.
 
-    Reads `path` if it is sound. A missing or damaged file, or one of another catalogue, only costs a rebuild at the
-    next `sync`. Nothing is written before `save`.
+    Reads `path` if it is sound. A missing or damaged file, or one of another catalogue, costs no more than a rebuild at
+    the next `sync`. Nothing is written before `save`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,9 +57,9 @@ class VectorIndex:
             return self._index.ntotal if self._index is not None else 0
 
     def sync(self, catalog: Catalog) -> bool:
-        """Bring the index to exactly the catalogue's chunks; False if it was there already (cheap: one small query).
+        """Bring the index to exactly the catalogue's chunks. Returns False if nothing had changed: one small query.
 
-        Where it stops halfway, the next call goes on. Raises StoreError if the catalogue fails.
+        If it fails halfway, the next call continues. Raises StoreError if the catalogue fails.
         """
         with self._lock:
             revision = catalog.data_version
@@ -69,12 +69,11 @@ class VectorIndex:
                 # another catalogue, or an older copy put back: the same ids may mean other chunks
                 self._index, self._identity = None, catalog.identity
                 self._saved_revision, self._num_saved = -1, 0
-            wanted = catalog.chunk_ids()
-            held = set(self._ids())
-            if gone := sorted(held - wanted):
-                self._index.remove_ids(np.array(gone, np.int64))
+            present, indexed = catalog.chunk_ids(), set(self._ids())
+            if deleted := sorted(indexed - present):
+                self._index.remove_ids(np.array(deleted, np.int64))
                 self._num_saved = 0  # the file must not keep them
-            missing = sorted(wanted - held)
+            missing = sorted(present - indexed)
             for start in range(0, len(missing), BATCH):
                 self._add(*catalog.vectors(missing[start : start + BATCH]))
             self._revision = revision
@@ -97,10 +96,10 @@ class VectorIndex:
             return list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
 
     def save(self, *, few: bool = True) -> None:
-        """Write the file if anything changed since it was read or written: all or nothing, also without power.
+        """Write the file, all or nothing, if anything has changed since it was read or written.
 
-        few: also if a few vectors were added and that is all, which the next `sync` would do again. Of two processes
-        that save, the later one wins. Raises StoreError if there's no space left.
+        few: write also if no more than a few vectors were added, which a later process' `sync` would add again. Of two
+        processes that save, the later one wins. Raises StoreError if there's no space left.
         """
         with self._lock:
             if self._index is None or self._revision == self._saved_revision:

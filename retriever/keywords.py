@@ -1,5 +1,6 @@
-"""Words to the chunks that have them, by BM25 in memory. Knows nothing about vectors; the catalogue is the truth it
-copies, and nothing of it is on disk: what the catalogue has deleted is nowhere else.
+"""Search by words, with BM25. A copy of the catalogue's texts, in memory only, so that deleted text isn't kept on disk.
+
+Knows nothing about vectors.
 """
 
 import logging
@@ -56,8 +57,8 @@ class _Built:
 class KeywordIndex:
     """BM25 over the catalogue's chunks. Usable from many threads.
 
-    A change of the catalogue costs the words of what is new, and scores made anew over all chunks: bm25s can't add to
-    them (docs/decisions/0014 has the times).
+    After a change of the catalogue, `sync` splits new texts into words and makes the scores of all chunks anew: bm25s
+    can't add to them (docs/decisions/0014 has the times).
     """
 
     def __init__(self) -> None:
@@ -72,10 +73,10 @@ class KeywordIndex:
         return len(built.ids) if built else 0
 
     def sync(self, catalog: Catalog) -> bool:
-        """Bring the index to exactly the catalogue's chunks; False if it was there already (cheap: one small query).
+        """Bring the index to exactly the catalogue's chunks. Returns False if nothing had changed: one small query.
 
-        While another thread does so, this one doesn't wait, but for the first time: it gets False, and searches what
-        there was. Where it stops halfway, the next call goes on. Raises StoreError if the catalogue fails.
+        While another thread does so, it returns False at once, so that searches use the index as it was; only for the
+        first one it waits. If it fails halfway, the next call continues. Raises StoreError if the catalogue fails.
         """
         if not self._syncing.acquire(blocking=self._built is None):
             return False
@@ -86,10 +87,10 @@ class KeywordIndex:
             if self._identity != catalog.identity or self._revision > revision:
                 # another catalogue, or an older copy put back: the same ids may mean other chunks
                 self._words, self._identity, self._revision = {}, catalog.identity, -1
-            wanted = catalog.chunk_ids()
-            for gone in self._words.keys() - wanted:
-                del self._words[gone]
-            missing = sorted(wanted - self._words.keys())
+            present = catalog.chunk_ids()
+            for deleted in self._words.keys() - present:
+                del self._words[deleted]
+            missing = sorted(present - self._words.keys())
             for start in range(0, len(missing), BATCH):
                 texts = catalog.texts(missing[start : start + BATCH])
                 self._words |= {id: [sys.intern(word) for word in words(text)] for id, text in texts.items()}

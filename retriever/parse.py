@@ -1,7 +1,7 @@
-"""A process of its own that reads strangers' files: `python -m ragkv.retriever.parse OUT FILE NAME [FILE NAME]…`.
+"""A separate process that reads untrusted files: `python -m ragkv.retriever.parse OUT FILE NAME [FILE NAME]…`.
 
-Writes the documents to OUT, a JSON object in each line, and prints what can't be indexed, a JSON string in each line.
-Its memory, time and output are bounded: a file that was made to exceed them ends this process and nothing else.
+Writes the documents to OUT, one JSON object a line, and prints what can't be indexed, one JSON string a line. Its
+memory, time and output are bounded: a file that was made to exceed them ends this process and nothing else.
 """
 
 import json
@@ -56,7 +56,7 @@ def _read(files: Iterable[tuple[Path, str]]) -> Iterator[Document]:
 
 
 def _limit(what: int, value: int) -> None:
-    """Never above what the process may have already."""
+    """Set a resource limit, never above the process' own hard limit."""
     _, most = resource.getrlimit(what)
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(what, (value, value))

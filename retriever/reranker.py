@@ -1,4 +1,4 @@
-"""How well texts answer a question, by a cross-encoder. Knows nothing about how they were found."""
+"""Scores of how well texts answer a question, by a cross-encoder. Knows nothing about how the texts were found."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Reranker:
     """A cross-encoder on `device` ("cpu", "cuda"; the best one by default), usable from many threads.
 
-    It reads a question and a text together, as far as its window goes (often 512 tokens for both). Raises ModelError if
+    It reads a question and a text together, up to its window (often 512 tokens for both). Raises ModelError if
     the folder's model can't be loaded, or doesn't give one number for each pair.
     """
 
@@ -29,7 +29,7 @@ class Reranker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragkv-rerank")
 
     def scores(self, question: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Return a number for each text `[n]`, higher the better it answers the question: of any scale, to sort by.
+        """Return scores `[n]`, one for each text, higher for a better answer to the question; their scale is any.
 
         Raises ModelError if the model yields anything but finite numbers.
         """

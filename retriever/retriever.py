@@ -1,4 +1,4 @@
-"""A question to its chunks. Knows nothing about how chunks are prompted, cached or answered from."""
+"""The search for a question's chunks. Knows nothing about how chunks are prompted, cached or answered from."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -38,8 +38,10 @@ class PairScorer(Protocol):
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk that was found, and its cosine similarity to the question: also where another order was found better.
-    scope: of the catalogue that has it."""
+    """A chunk that was found.
+
+    score: its cosine similarity to the question, also where hits are in another order. scope: of its catalogue.
+    """
 
     chunk: Chunk
     score: float
@@ -47,10 +49,10 @@ class Hit:
 
 
 class Retriever:
-    """Searches the catalogue as it is now, also after another process has changed it. Usable from many threads.
+    """The search of one catalogue as it is now, also after another process has changed it. Usable from many threads.
 
-    keywords: searched beside the vectors, and the ranks fused. reranker: puts what was found in an order of its own.
-    candidates: how many chunks each search brings for these two, if not more are asked for.
+    keywords: searched next to the vectors; the two rankings are fused. reranker: orders the hits anew. candidates: how
+    many chunks each search returns for these two, if no more are requested.
     """
 
     def __init__(
@@ -72,10 +74,8 @@ class Retriever:
     def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
         """Return up to `top_k` chunks, best first; a text that several documents share comes once.
 
-        earlier: the questions that were asked before in the same conversation, oldest first. The reranker doesn't
-        see them.
-
-        Brings the indexes up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue
+        earlier: the conversation's questions before this one, oldest first; the reranker doesn't see them. Brings the
+        indexes up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue
         fails, ModelError if the reranker gives no numbers.
         """
         if top_k < 1:
@@ -91,7 +91,7 @@ class Retriever:
         return hits[:top_k]
 
     def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
-        """The unit vector of the weighted mean of the questions'."""
+        """Return the unit vector of the questions' weighted mean."""
         if len(asked) == 1:
             return self._vector(asked[0][0])
         mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
@@ -118,7 +118,7 @@ class Retriever:
         return [replace(hit, score=cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
 
     def _distinct(self, search: Callable[[int], list[tuple[int, float]]], count: int) -> list[Hit]:
-        """Up to `count` chunks of different texts, from a search that is asked for as many as it takes."""
+        """Return up to `count` chunks of different texts, from a search that is asked for more until it has them."""
         num_asked = count
         while True:
             found = search(num_asked)
@@ -142,7 +142,7 @@ class Retriever:
 
 
 def _fused(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
-    """Reciprocal rank fusion: one ranking of all hits, by text; of equals that of the first ranking comes first."""
+    """Merge rankings by reciprocal rank fusion, each text once; of equals the one of the first ranking comes first."""
     sums: defaultdict[str, float] = defaultdict(float)
     hits: dict[str, Hit] = {}
     for ranking in rankings:
@@ -153,9 +153,9 @@ def _fused(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
 
 
 def merged(found: Sequence[Sequence[Hit]], top_k: int, *, by_rank: bool) -> list[Hit]:
-    """The best of several catalogues' hits, best first; a text that several of them have comes once, from the first.
+    """Return the best of several catalogues' hits, best first; a text that several of them have comes once.
 
-    by_rank: the hits' order says more than their scores.
+    by_rank: rank by the hits' order, which says more than their scores where they were reranked or fused.
     """
     if len(found) == 1:
         return list(found[0][:top_k])

@@ -1,1 +1,1 @@
-"""Work that waits until nobody waits for an answer."""
+"""Work that is done while no request is being answered."""

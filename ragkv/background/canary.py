@@ -1,8 +1,8 @@
-"""Watches how far answers are from full prefill's: of a share of them the first tokens are computed again, both ways,
-while nobody waits. Where the drift is too large the budget rises.
+"""The watch over drift: how far fused answers are from those of full prefill.
 
-Drift: KL(full ‖ fused) in nats, the mean over the tokens of an answer, and whether full prefill would have chosen the
-same ones, as `ragkv eval quality` has them.
+While the engine is idle, the first tokens of a share of the answers are scored again, both ways. Where the drift is too
+large, the budget rises. Drift is the mean of KL(full ‖ fused), in nats, over the tokens of an answer, and the share of
+them that full prefill would have chosen too, as in `ragkv eval quality`.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from ragkv.errors import RagKVError
 logger = logging.getLogger(__name__)
 
 WINDOW = 20  # answers whose drift decides
-_RAISE = 2.0  # by how much the budget rises
-_MAX_WAITING = 32  # answers: of more, the oldest isn't looked at
+_RAISE = 2.0  # the factor by which the budget rises
+_MAX_WAITING = 32  # answers: of more, the oldest isn't scored
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer to look at: its prompt, how it was fused, and its first tokens."""
+    """An answer to score: its prompt, how it was fused, and its first tokens."""
 
     prompt: list[int]
     task: FuseTask
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one answer. agreement: the share of its tokens that full prefill would have chosen too."""
+    """The drift of one answer. agreement: the share of its tokens that full prefill would have chosen too."""
 
     kl: float
     agreement: float
@@ -51,9 +51,10 @@ Score = Callable[[Sample], Awaitable[tuple[npt.NDArray[np.float32], npt.NDArray[
 
 
 class Canary:
-    """Of one engine; lives in its event loop. budget: what it asks for, None as long as the configured one will do.
+    """The canary of one engine; lives in its event loop.
 
-    on_drift: told of each answer that was looked at.
+    budget: the one that drift calls for, None as long as the configured one will do. on_drift: called for each answer
+    that was scored.
     """
 
     def __init__(self, config: CanaryConfig, budget: float, idle: Idle, score: Score) -> None:
@@ -66,7 +67,7 @@ class Canary:
         self.on_drift: Callable[[Drift], None] = lambda drift: None
 
     def offer(self, sample: Sample) -> None:
-        """Take a share of the samples."""
+        """Take this sample for scoring, or leave it: `canary.share` of all are taken."""
         if sample.tokens and self._random.random() < self._config.share:
             self._waiting.append(sample)
             if self._task is None or self._task.done():
@@ -81,7 +82,7 @@ class Canary:
             sample = self._waiting.popleft()
             try:
                 full, fused = await self._score(sample)
-            except Exception as error:  # answers go on without it, whatever it is
+            except Exception as error:  # whatever it is, answering continues
                 details = None if isinstance(error, RagKVError) else error
                 logger.warning("the drift of an answer isn't known: %s", error, exc_info=details)
                 continue
@@ -104,11 +105,11 @@ class Canary:
 
 
 def drift_of(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> Drift:
-    """From log-probabilities `[m, V]` of the same tokens."""
+    """Return an answer's drift, from log-probabilities `[m, V]` of its tokens."""
     return Drift(float(kl(full, fused).mean()), float((full.argmax(1) == fused.argmax(1)).mean()), len(full))
 
 
 def kl(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """KL(full ‖ fused) in nats at each position, from log-probabilities `[m, V]`."""
+    """Return KL(full ‖ fused) in nats at each position, from log-probabilities `[m, V]`."""
     result: npt.NDArray[np.float32] = (np.exp(full) * (full - fused)).sum(1)
     return result

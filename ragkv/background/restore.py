@@ -1,4 +1,4 @@
-"""Precomputes chunks again whose KV was lost, while nobody waits for an answer."""
+"""Restoring KV: chunks whose KV is missing are precomputed again while no request is being answered."""
 
 import asyncio
 import logging
@@ -10,16 +10,19 @@ from ragkv.errors import RagKVError
 
 logger = logging.getLogger(__name__)
 
-RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # what is counted
-PAUSE_S = 60.0  # after a precompute that failed: the disk may be full
+RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # names of what is counted
+PAUSE_S = 60.0  # after a failure: the disk may be full
 
 
 class KVRestorer:
-    """One for each pipeline, in its event loop. precompute: makes the KV of one chunk, by hash; whether it did."""
+    """The queue of one pipeline, in its event loop.
+
+    precompute: makes the KV of one chunk, by hash, and returns whether it did.
+    """
 
     def __init__(self, precompute: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
         self._precompute, self._idle = precompute, idle
-        self._lost: dict[str, None] = {}
+        self._missing: dict[str, None] = {}
         self._paused_until = 0.0
         self._task: asyncio.Task[None] | None = None
         self.num_restored = self.num_failed = 0
@@ -27,22 +30,22 @@ class KVRestorer:
     def add(self, chunk_hashes: Iterable[str]) -> None:
         if time.monotonic() < self._paused_until:
             return
-        self._lost.update(dict.fromkeys(chunk_hashes))
-        if self._lost and (self._task is None or self._task.done()):
+        self._missing.update(dict.fromkeys(chunk_hashes))
+        if self._missing and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while self._lost:
+        while self._missing:
             await self._idle.wait()
-            chunk_hash = next(iter(self._lost))
-            del self._lost[chunk_hash]
+            chunk_hash = next(iter(self._missing))
+            del self._missing[chunk_hash]
             try:
                 self.num_restored += await self._precompute(chunk_hash)
-            except Exception as error:  # answers go on without it, whatever it is
+            except Exception as error:  # whatever it is, answering continues
                 details = None if isinstance(error, RagKVError) else error
-                logger.warning("lost KV isn't precomputed again for %d s: %s", PAUSE_S, error, exc_info=details)
+                logger.warning("missing KV isn't precomputed again for %d s: %s", PAUSE_S, error, exc_info=details)
                 self.num_failed += 1
-                self._lost.clear()
+                self._missing.clear()
                 self._paused_until = time.monotonic() + PAUSE_S
 
     async def close(self) -> None:

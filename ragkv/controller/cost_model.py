@@ -1,8 +1,8 @@
-"""Never slower than full prefill: what a request would take by each way of answering it, and the quickest way.
+"""The controller: predicts how long each way of answering a request takes, and plans the quickest.
 
-A profile of the machine and model (`ragkv.controller.profile`) gives the times. Chunks that are quicker to compute than
-to load are computed, and a prompt that vLLM prefills faster than it can be fused is left to vLLM. CacheBlend's rule, to
-recompute as much as loading hides, is about the budget; here the budget stays what quality asks for.
+The times come from a profile of the machine and model (`ragkv.controller.profile`). Chunks that are quicker to compute
+than to load are computed, and a prompt that vLLM prefills faster than it can be fused is left to vLLM. CacheBlend's
+controller sets the budget, to recompute as much as loading hides; here the budget stays what quality asks for.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ import numpy as np
 
 from ragkv.policies import Policy
 
-_DOUBT = 1.05  # predictions are wrong by a few percent, and slower than vLLM is worse than less quick than could be
+_DOUBT = 1.05  # predictions err by a few percent, and being slower than vLLM is worse than missing a small gain
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a request is made of, in tokens.
+    """Counts of a request's tokens.
 
-    prompt: all of it. loaded: from the store. cold: of these, from a disk rather than from memory. chosen: loaded ones
-    that are recomputed. uncached: without KV, the question included.
+    prompt: all of them. loaded: those with stored KV. cold: loaded ones that are read from disk, not from memory.
+    chosen: loaded ones that are recomputed. uncached: those without KV, the question included.
     """
 
     prompt: int
@@ -32,7 +32,7 @@ class Load:
 
     @property
     def features(self) -> list[float]:
-        """What the time of a fused request is linear in."""
+        """The terms that the time of a fused request is linear in."""
         k = 1e-3
         n = self.prompt * k
         return [1.0, self.loaded * k, self.chosen * k, self.uncached * k, self.chosen * k * n, self.uncached * k * n]
@@ -90,7 +90,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A span of the prompt that could be loaded. is_cold: its KV lies on disk and not in memory."""
+    """A span of the prompt that could be loaded. is_cold: its KV is on disk and not in memory."""
 
     num_tokens: int
     is_cold: bool = False
@@ -98,8 +98,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """way: "fuse" all chunks, "fuse warm" ones and compute the cold, or leave all to vLLM's "prefill"; the chunks that
-    are loaded, by index. predicted_ms: of the time to first token; prefill_ms: of vLLM's own."""
+    """The way that a request is answered.
+
+    way: "fuse" all chunks; "fuse warm" ones and compute the cold; or leave all to vLLM's "prefill". chunks: indices of
+    those that are loaded. predicted_ms: time to first token; prefill_ms: the same by vLLM's prefill.
+    """
 
     way: Literal["fuse", "fuse warm", "prefill"]
     chunks: tuple[int, ...]
@@ -108,7 +111,7 @@ class Plan:
 
 
 def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], policy: Policy) -> Plan:
-    """The quickest way to answer a prompt of `num_tokens` with these chunks in it; vLLM's own where that's in doubt."""
+    """Return the quickest way to answer a prompt of `num_tokens` with these chunks; vLLM's where it is close."""
     prefill_ms = profile.prefill_ms(num_tokens)
     ways: list[Plan] = []
     every, warm = tuple(range(len(chunks))), tuple(i for i, chunk in enumerate(chunks) if not chunk.is_cold)

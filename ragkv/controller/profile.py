@@ -1,4 +1,4 @@
-"""`ragkv profile`: times requests on this machine once, for the controller, and keeps what it finds in the home."""
+"""Profiles: requests are timed once on this machine, for the controller, and the result is kept in the home."""
 
 import hashlib
 import json
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 LENGTHS = (192, 512, 1280, 3072)  # of prompts, in tokens
 _BUDGETS = (0.05, 0.15)
 _ROUNDS = 4
-_LONG_S = 40.0  # then nothing is timed twice
+_LONG_S = 40.0  # after that no request is timed again
 
 
 class ProfileFile:
-    """The profiles of a home: one for each machine, model, policy and way of storing."""
+    """The file with a home's profiles: one for each machine, model, policy and codec."""
 
     def __init__(self, file: Path, fingerprint: str, codec: str, policy: Policy) -> None:
         self._file = file
@@ -65,9 +65,9 @@ class ProfileFile:
 
 
 async def profile_machine(workspace: Workspace, policy: Policy, report: Callable[[str], None]) -> Profile | None:
-    """Measure what requests of this policy take; None for a model that isn't fused, or a policy without reuse.
+    """Measure how long requests of this policy take; None for a model that isn't fused, or a policy without reuse.
 
-    The chunks that are precomputed for it are deleted afterwards. Raises StoreError if there is no space for them.
+    Deletes the chunks that it precomputes for this. Raises StoreError if there is no space for them.
     """
     engine = await workspace.start(report)
     if not workspace.fuses or policy.is_full:
@@ -84,22 +84,22 @@ async def profile_machine(workspace: Workspace, policy: Policy, report: Callable
 
 
 async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:
-    """A minute of requests. None if the context holds no prompt to be fused.
+    """Time a minute of requests and fit a profile; None if the model's context is too short for a fused prompt.
 
-    In rounds over all lengths, and the best time of each request counts: whatever else the machine does makes requests
-    longer, for seconds at a time, and must not make one length look slower than another.
+    Requests are timed in rounds over all lengths, and the best time of each counts: whatever else the machine does
+    makes requests slower for seconds at a time, and must not make one length look slower than another.
     """
     prefill: list[_Request] = []
     fused: list[_Request] = []
     keys: list[ChunkKey] = []
     for length in [n for n in LENGTHS if bench.shortest < n < max_model_len]:
-        prompt, digests = await bench.prepare(length)
-        keys = [kv.key(kv.span(digest, 0)) for digest in digests]
+        prompt, chunk_hashes = await bench.prepare(length)
+        keys = [kv.key(kv.span(chunk_hash, 0)) for chunk_hash in chunk_hashes]
         prefill.append(_Request(prompt, None))
         for budget in _BUDGETS if policy.selects_by_budget else _BUDGETS[:1]:
-            whole = kv.task(prompt, digests, replace(policy, budget=budget), store)
+            whole = kv.task(prompt, chunk_hashes, replace(policy, budget=budget), store)
             fused.append(_Request(prompt, whole))
-            if budget == _BUDGETS[0] and (num_missing := len(digests) // 3):
+            if budget == _BUDGETS[0] and (num_missing := len(chunk_hashes) // 3):
                 fused.append(_Request(prompt, without(whole, range(1, 1 + num_missing))))
     requests = sorted(prefill + fused, key=lambda request: len(request.prompt.token_ids))
     begin = time.perf_counter()
@@ -140,7 +140,7 @@ def load_of(num_tokens: int, task: FuseTask) -> Load:
 
 
 def _cold_ms(store: SegmentStore, keys: Sequence[ChunkKey]) -> float:
-    """How many milliseconds more a thousand tokens take to read when the system hasn't got them in memory."""
+    """Measure how many milliseconds longer a thousand tokens take to read from disk than from the page cache."""
     tokens, times = 0, []
     for is_cold in (True, False):
         if is_cold:
@@ -150,9 +150,9 @@ def _cold_ms(store: SegmentStore, keys: Sequence[ChunkKey]) -> float:
             while True:  # as a request reads: layer by layer, the next one announced
                 for key in keys:
                     snapshot.prefetch(key, layer + 1)
-                found = [kv for kv in (snapshot.get(key, layer) for key in keys) if kv is not None]
-                if not found:
+                hits = [kv for kv in (snapshot.get(key, layer) for key in keys) if kv is not None]
+                if not hits:
                     break
-                tokens, layer = sum(kv.v.shape[1] for kv in found), layer + 1
+                tokens, layer = sum(kv.v.shape[1] for kv in hits), layer + 1
         times.append(1e3 * (time.perf_counter() - begin))
     return max(0.0, times[0] - times[1]) / max(tokens, 1) * 1e3

@@ -1,4 +1,4 @@
-"""Prompts of known make-up, precomputed and timed on a running engine: for profiles and for evaluations."""
+"""Requests for measuring: prompts of known parts, precomputed and timed on a running engine."""
 
 import tempfile
 import time
@@ -28,14 +28,14 @@ QUESTION = "Which statement is used to handle an exception, and what does its el
 
 @dataclass(frozen=True)
 class Timed:
-    """One request: its time to first token, and what the worker reported."""
+    """One timed request: its time to first token, and the worker's report."""
 
     ttft_ms: float
     report: Report
 
 
 class Bench:
-    """Cuts prompts from English text (the Python manual) in chunks of `chunk_tokens`, precomputed by `kv`."""
+    """A maker of prompts from English text (the Python manual), in chunks of `chunk_tokens` precomputed by `kv`."""
 
     def __init__(
         self, engine: Engine, layout: PromptLayout, model: Path, kv: ChunkKV, store: KVStore, chunk_tokens: int
@@ -48,9 +48,10 @@ class Bench:
         self.shortest = len(layout.anchor) + len(self._question) + 1
 
     async def prepare(self, num_tokens: int) -> tuple[Prompt, list[str]]:
-        """Cut the chunks and precompute them; in the prompt, the last one cut comes first. Returns their hashes too.
+        """Cut chunks for a prompt of `num_tokens` and precompute them. Returns the prompt and their hashes.
 
-        Raises ConfigError for a length that the model's context can't hold.
+        In the prompt, the last one that was cut comes first. Raises ConfigError for a length that the model's context
+        can't hold.
         """
         room = num_tokens - self.shortest + 1
         if room < 1 or num_tokens >= self._engine.max_model_len:
@@ -60,15 +61,15 @@ class Bench:
             )
         chunks = [self._text[i : min(i + self._chunk_tokens, room)] for i in range(0, room, self._chunk_tokens)][::-1]
         by_hash = {chunk_hash(chunk): chunk for chunk in chunks}
-        spans = {digest: self._kv.span(digest, len(chunk)) for digest, chunk in by_hash.items()}
+        spans = {hash: self._kv.span(hash, len(chunk)) for hash, chunk in by_hash.items()}
         self.precomputed |= by_hash.keys()
-        others = {digest: [span for other, span in spans.items() if other != digest] for digest in by_hash}
+        others = {hash: [span for other, span in spans.items() if other != hash] for hash in by_hash}
         await self._kv.precompute_anchor(self._engine, self._store)
         await self._kv.precompute(self._engine, self._store, by_hash, others)
         return self._layout.assemble(chunks, self._question), list(map(chunk_hash, chunks))
 
     async def ask(self, prompt: Prompt, task: FuseTask | None) -> Timed:
-        """Nothing is taken from vLLM's prefix cache."""
+        """Time one request, without hits in vLLM's prefix cache. task: None for vLLM's own prefill."""
         begin = time.perf_counter()
         ttft_ms, report = 0.0, Report()
         async for output in self._engine.generate(prompt.token_ids, task, max_tokens=1, salt=uuid.uuid4().hex):
@@ -95,9 +96,9 @@ class Rig:
 async def rig(
     config: Config, num_contexts: int, store_options: Mapping[str, Any], **engine_args: Any
 ) -> AsyncGenerator[Rig, None]:
-    """Start the configured model on a store in a temporary folder; both are gone afterwards. engine_args go to vLLM.
+    """Start the configured model on a store in a temporary folder, for as long as the context lasts.
 
-    Raises ModelError for a model that can't be loaded or fused.
+    engine_args: passed to vLLM. Raises ModelError for a model that can't be loaded or fused.
     """
     model, fingerprint = models.resolve(config.model.name, config.home), "0" * 32
     layout = PromptLayout(model)
@@ -115,12 +116,12 @@ async def rig(
 
 
 def text_tokens(model: Path, num_tokens: int) -> list[int]:
-    """English prose that every Python carries: its manual."""
+    """Return English prose that comes with every Python: its manual."""
     text = "\n\n".join(topics[name] for name in sorted(topics))[: 20 * num_tokens + 10_000]
     tokens: list[int] = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     return tokens
 
 
 def without(task: FuseTask, missing: Sequence[int]) -> FuseTask:
-    """The same task with these of its spans computed instead of loaded; the anchor is 0."""
+    """Return the task without these of its spans, so that they are computed, not loaded; index 0 is the anchor."""
     return FuseTask(tuple(span for i, span in enumerate(task.spans) if i not in missing), task.policy)

@@ -1,6 +1,7 @@
-"""What `ragkv store` takes from a home: documents by name, and KV that nothing uses. Starts no model.
+"""What `ragkv store` deletes from a home: documents by name, and KV that nothing uses. Starts no model.
 
-As in an ingest, documents leave the catalogue first, then their KV goes: killed in between, `collect_garbage` ends it.
+As in an ingest, documents leave the catalogue first and their KV after: where a process is killed in between,
+`collect_garbage` deletes the rest.
 """
 
 import difflib
@@ -22,13 +23,13 @@ from ragkv.store.segment_store import SegmentStore
 
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
-OTHER_CONTEXT = "precomputed behind another anchor, or averaged over another number of num_contexts"
+OTHER_CONTEXT = "precomputed after another anchor, or averaged over another number of contexts"
 _NUM_NEAREST = 3
 
 
 @dataclass(frozen=True)
 class Deletion:
-    """What went with some documents. num_shared: their chunks that stay, because other documents have them."""
+    """What was deleted with some documents. num_shared: their chunks that stay, because other documents have them."""
 
     documents: list[str]
     num_chunks: int
@@ -46,7 +47,7 @@ class Garbage:
 
 
 def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> Deletion:
-    """Delete documents, by id or by the path of a file or folder, for good before it returns.
+    """Delete documents, by id or by the path of a file or folder: none of them is on disk when it returns.
 
     Raises StoreError, having deleted nothing, for a name that no document has.
     """
@@ -57,38 +58,40 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
 
 
 def delete_for_good(
-    catalog: Catalog, index: VectorIndex, store: SegmentStore, ids: Collection[str], wanted: Collection[str] = ()
+    catalog: Catalog, index: VectorIndex, store: SegmentStore, ids: Collection[str], kept: Collection[str] = ()
 ) -> Deletion:
-    """Delete documents with their vectors, and the KV of chunks that only they have. wanted: hashes of chunks whose
-    KV stays, for documents that are about to come."""
+    """Delete documents with their vectors, and the KV of chunks that only they have.
+
+    kept: hashes of chunks whose KV stays, because documents with them are just being indexed.
+    """
     hashes = {chunk.chunk_hash for id in ids for chunk in catalog.document_chunks(id)}
     deleted = [id for id in ids if catalog.delete_document(id)]
-    gone = catalog.unreferenced(hashes) - set(wanted)
-    size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in gone)
-    if gone:
-        store.delete(gone)
+    unused = catalog.unreferenced(hashes) - set(kept)
+    size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in unused)
+    if unused:
+        store.delete(unused)
     index.sync(catalog)
     index.save()
     catalog.empty_log()
-    return Deletion(deleted, len(gone), len(hashes) - len(gone), size_bytes)
+    return Deletion(deleted, len(unused), len(hashes) - len(unused), size_bytes)
 
 
 def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
-    """The ids of all documents that these names mean."""
+    """Return the ids of all documents that these names mean. Raises StoreError for a name that means none."""
     ids = catalog.document_ids()
-    found: dict[str, None] = {}
+    named: dict[str, None] = {}
     unknown = []
     for name in names:
         path = Path(name).resolve()
         meant = [id for id in ids if id in (name, str(path)) or Path(source_file(id)).is_relative_to(path)]
         if name and meant:
-            found.update(dict.fromkeys(meant))
+            named.update(dict.fromkeys(meant))
         else:
             nearest = ", ".join(_nearest(path.name, ids)) or "none: nothing is indexed"
             unknown.append(f"no document {name!r} in {home.path}; the nearest by name: {nearest}")
     if unknown:
         raise StoreError("\n".join([*unknown, "nothing was deleted"]))
-    return list(found)
+    return list(named)
 
 
 def _nearest(name: str, ids: Sequence[str]) -> list[str]:
@@ -97,10 +100,10 @@ def _nearest(name: str, ids: Sequence[str]) -> list[str]:
 
 
 def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
-    """Delete the KV that nothing in the home uses, and say how much it was; with dry_run only say it.
+    """Delete the KV that nothing in the home uses, and return how much it was; with dry_run only return it.
 
-    What killed processes gave up and didn't free goes in any case: that is part of opening the store. Raises StoreError
-    for a home that nothing was indexed in: there all KV would be garbage, also what was just imported.
+    Opening the store frees, in any case, what killed processes had deleted and not freed. Raises StoreError for a home
+    that nothing was indexed in: there all KV would be garbage, also what was just imported.
     """
     if not home.tenants():
         raise _never_indexed(home)
@@ -117,12 +120,12 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
 
 
 def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dict[ChunkKey, int]]:
-    """What nothing uses, by reason, with its size on disk."""
+    """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     if fingerprint is None:
         raise _never_indexed(home)
     num_contexts = int(catalog.get_setting(CONTEXTS_SETTING) or 1)
-    behind = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
+    contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
 
     def reason(key: ChunkKey) -> str | None:
@@ -131,7 +134,7 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
             return NO_DOCUMENT
         if key.fingerprint != fingerprint:
             return OTHER_MODEL
-        if behind and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in behind):
+        if contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
             return OTHER_CONTEXT
         return None
 

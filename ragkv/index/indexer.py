@@ -1,4 +1,4 @@
-"""Documents to stored KV.
+"""From documents to stored KV.
 
 document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
@@ -15,7 +15,7 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import IngestProgress, IngestReport, Scan, Step, Work, batches
+from ragkv.index.ingestion import IngestProgress, IngestReport, PrefillProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.embedder import Vectors
@@ -26,12 +26,12 @@ from ragkv.workspace import Corpus, Workspace
 
 
 class Indexer:
-    """Brings a corpus' catalogue and vectors, and the workspace's KV, up to date with documents."""
+    """The writer of one corpus: brings its catalogue and vectors, and the workspace's KV, up to date with documents."""
 
     def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
         self._workspace, self._corpus, self._settings = workspace, corpus, workspace.config.index
-        self._in_work: set[str] = set()  # documents whose chunks are being precomputed
-        self._precomputed: set[str] = set()  # chunks that are precomputed for them
+        self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
+        self._precomputed: set[str] = set()  # hashes of these chunks
 
     async def scan_files(self, paths: Sequence[Path], progress: Callable[[IngestProgress], None]) -> Scan:
         """Read these files and folders, and chunk the documents that are new or changed."""
@@ -39,7 +39,7 @@ class Indexer:
         files = find_files(paths)
         scan.files |= {str(file.resolve()) for file in files}
         await asyncio.to_thread(self._load, files, scan, progress)
-        scan.vanished = self._missing(paths, scan)
+        scan.missing = self._missing(paths, scan)
         return scan
 
     async def ingest_documents(
@@ -49,27 +49,29 @@ class Indexer:
         hint: Hint | None = None,
         is_withdrawn: Callable[[str], bool] = lambda id: False,
     ) -> IngestReport:
-        """Index documents that were read before, as `Pipeline.ingest` does; other documents of their files are removed.
+        """Index documents that were read already, and remove other documents of the same files.
 
-        is_withdrawn: asked just before a document would be entered into the catalogue.
+        is_withdrawn: called with a document's id just before the document is entered into the catalogue.
         """
         with self._workspace.home.indexing():
             scan = Scan()
             await asyncio.to_thread(self._consider_all, documents, scan)
             await self.precompute(scan, progress, is_withdrawn)
             ids = {id for file in scan.files for id in self._corpus.catalog.document_ids_of(file)}
-            scan.vanished = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
+            scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
             await self.finish(scan, hint)
             return scan.report
 
     async def delete(self, ids: Collection[str]) -> Deletion:
-        """Delete these documents with their vectors and KV, for good before it returns. Waits for a batch in work that
-        has one of them. Raises BusyError if another process is changing the home."""
+        """Delete these documents with their vectors and KV: none of them is on disk when it returns.
+
+        Waits for a batch in work that has one of them. Raises BusyError if another process is changing the home.
+        """
         with self._workspace.home.indexing():
             async with self._workspace.precomputing if self._in_work & set(ids) else nullcontext():
                 corpus, store = self._corpus, self._workspace.store
                 return await asyncio.to_thread(
-                    delete_for_good, corpus.catalog, corpus.index, store, ids, wanted=set(self._precomputed)
+                    delete_for_good, corpus.catalog, corpus.index, store, ids, kept=set(self._precomputed)
                 )
 
     async def precompute(
@@ -82,25 +84,24 @@ class Indexer:
         self._workspace.home.claim(self._corpus.catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
-        if scan.work or self._anchor_is_lost():
+        if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
-        num_contexts = self._settings.num_contexts
-        total, done = num_contexts * sum(len(item.chunks) for item in scan.work), 0
+        total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
+        prefill = PrefillProgress(progress, total)
         for batch in batches(scan.work):
             async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
-                    await self._ingest_batch(batch, scan.report, Step(progress, done, total), is_withdrawn)
+                    await self._ingest_batch(batch, scan.report, prefill, is_withdrawn)
                 finally:
                     self._in_work, self._precomputed = set(), set()
-            done += num_contexts * sum(len(item.chunks) for item in batch)
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
-        """Remove the documents that vanished and the KV that nothing uses, and save the vectors."""
+        """Remove the missing documents and the KV that nothing uses, apply the hint, and save the vectors."""
         report = scan.report
 
         def finish() -> None:
-            for id in scan.vanished:
+            for id in scan.missing:
                 hashes = self._hashes_of([id])
                 self._corpus.catalog.delete_document(id)
                 report.chunks_deleted += self.forget(hashes)
@@ -115,7 +116,6 @@ class Indexer:
             await asyncio.to_thread(finish)
 
     def _load(self, files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> None:
-        """Read every file; chunk what is new or changed."""
         stored = self._stored(self._workspace.anchor_hash)
         for done, file in enumerate(files):
             progress(IngestProgress("load", done, len(files), file.name))
@@ -136,8 +136,7 @@ class Indexer:
     def _consider(self, document: Document, stored: set[str], scan: Scan) -> None:
         """Chunk the document, unless the catalogue has it as it is."""
         scan.documents.add(document.id)
-        digest = self._digest(document)
-        known = self._corpus.catalog.document_digest(document.id)
+        digest, known = self._document_digest(document), self._corpus.catalog.document_digest(document.id)
         if known == digest and self._has_all_kv(document.id, stored):
             scan.report.documents_unchanged += 1
             return
@@ -149,8 +148,8 @@ class Indexer:
         scan.report.documents_new += known is None
         scan.report.documents_changed += known is not None
 
-    def _digest(self, document: Document) -> str:
-        """Changes whenever the document would be indexed differently."""
+    def _document_digest(self, document: Document) -> str:
+        """Return a hex digest of the document and of everything else that decides how it is indexed."""
         settings = (self._settings.model_dump_json(), self._workspace.owner.fingerprint, self._workspace.anchor_hash)
         return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
 
@@ -164,19 +163,17 @@ class Indexer:
         return [(chunk, chunk.chunk_hash in stored) for chunk in self._corpus.catalog.document_chunks(document_id)]
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
-        """Whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
-        if self._anchor_is_lost():
-            return True
+        """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         stored = self._stored(self._workspace.anchor_hash)
-        for document in (document for file in find_files(paths) for document in load_file(file)):
-            if isinstance(document, Document) and not (
-                self._corpus.catalog.document_digest(document.id) == self._digest(document)
-                and self._has_all_kv(document.id, stored)
-            ):
-                return True
-        return False
 
-    def _anchor_is_lost(self) -> bool:
+        def is_current(document: Document) -> bool:
+            known = self._corpus.catalog.document_digest(document.id)
+            return known == self._document_digest(document) and self._has_all_kv(document.id, stored)
+
+        documents = (document for file in find_files(paths) for document in load_file(file))
+        return self._anchor_is_missing() or any(isinstance(d, Document) and not is_current(d) for d in documents)
+
+    def _anchor_is_missing(self) -> bool:
         return (
             self._workspace.fuses
             and self._corpus.catalog.has_documents
@@ -184,73 +181,74 @@ class Indexer:
         )
 
     def _stored(self, anchor_hash: str) -> set[str]:
-        """The chunks that have this model's KV, precomputed behind this anchor: an import may have brought others too.
+        """Return the hashes of the chunks that have this model's KV after this anchor; an import may bring other KV.
 
-        Under a budget also those that had to make room: they come back when they are asked for.
+        Under a disk budget, evicted chunks count as stored: their KV is made again when they are asked for.
         """
-        behind = (anchor_hash, self._workspace.owner.fingerprint)
+        context = (anchor_hash, self._workspace.owner.fingerprint)
         keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
-        return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == behind}
+        return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == context}
 
     async def _ingest_batch(
         self,
         batch: Sequence[Work],
         report: IngestReport,
-        progress: Callable[[int, str], None],
+        prefill: PrefillProgress,
         is_withdrawn: Callable[[str], bool],
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
-        engine = await self._workspace.start()
-        texts = [chunk.text for item in batch for chunk in item.chunks]
-        vectors = await asyncio.to_thread(self._workspace.embedder.embed, texts)
-        hashes = [[chunk_hash(c.token_ids, self._corpus.catalog.scope) for c in item.chunks] for item in batch]
-        self._precomputed = {digest for each in hashes for digest in each}
+        engine, catalog = await self._workspace.start(), self._corpus.catalog
+        chunks = [chunk for item in batch for chunk in item.chunks]
+        titles = [item.document.title for item in batch for _ in item.chunks]
+        vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
+        hashes = [chunk_hash(chunk.token_ids, catalog.scope) for chunk in chunks]
+        self._precomputed = set(hashes)
+        end_of_batch = prefill.done + self._settings.num_contexts * len(chunks)
         if self._workspace.fuses:
-            tokens = [c.token_ids for item in batch for c in item.chunks]
-            done = 0
+            title_of = dict(zip(hashes, titles, strict=True))
+            tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
+            kv = self._workspace.chunk_kv(engine)
+            others = self._others(kv, tokens, hashes, vectors)
 
-            def advance(digest: str, num_captures: int) -> None:
-                nonlocal done
-                done += num_captures
-                progress(done, titles[digest])
+            def advance(chunk_hash: str, num_contexts: int) -> None:
+                prefill.advance_to(prefill.done + num_contexts, title_of[chunk_hash])
 
-            titles = {digest: item.document.title for item, each in zip(batch, hashes, strict=True) for digest in each}
-            kv, digests = self._workspace.chunk_kv(engine), [digest for each in hashes for digest in each]
-            chunks = dict(zip(digests, tokens, strict=True))
-            others = self._others(kv, chunks, digests, vectors)
-            report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, chunks, others, advance)
-        progress(self._settings.num_contexts * len(texts), "")
+            report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
+        prefill.advance_to(end_of_batch)
         start = 0
-        for item, new in zip(batch, hashes, strict=True):
+        for item in batch:
             document, old, end = item.document, self._hashes_of([item.document.id]), start + len(item.chunks)
             if is_withdrawn(document.id):
-                report.chunks_deleted += self.forget(new)
+                report.chunks_deleted += self.forget(hashes[start:end])
             else:
-                catalog = self._corpus.catalog
-                catalog.put_document(document.id, document.title, item.digest, item.chunks, vectors[start:end])
+                catalog.put_document(document.id, document.title, item.document_digest, item.chunks, vectors[start:end])
                 report.chunks_deleted += self.forget(old)
             start = end
 
     def _others(
-        self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], digests: Sequence[str], vectors: Vectors
+        self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], chunk_hashes: Sequence[str], vectors: Vectors
     ) -> dict[str, list[Span]]:
-        """The chunks that are likely to stand before each of these in a prompt: the nearest ones."""
+        """Return, for each chunk, the chunks that are likely to stand before it in a prompt: the nearest ones."""
         if kv.num_contexts == 1:
             return {}
-        self._corpus.index.sync(self._corpus.catalog)
-        others = nearest(digests, vectors, self._corpus.catalog, self._corpus.index, kv.num_contexts - 1)
-        wanted = {other for found in others.values() for other in found}
-        lengths = self._corpus.catalog.num_tokens(wanted) | {digest: len(tokens) for digest, tokens in chunks.items()}
-        return {digest: [kv.span(h, lengths[h]) for h in found if h in lengths] for digest, found in others.items()}
+        catalog = self._corpus.catalog
+        self._corpus.index.sync(catalog)
+        nearest_of = nearest(chunk_hashes, vectors, catalog, self._corpus.index, kv.num_contexts - 1)
+        lengths = catalog.num_tokens({other for others in nearest_of.values() for other in others})
+        lengths |= {chunk_hash: len(tokens) for chunk_hash, tokens in chunks.items()}
+        return {
+            chunk_hash: [kv.span(other, lengths[other]) for other in others if other in lengths]
+            for chunk_hash, others in nearest_of.items()
+        }
 
     def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
-        """Documents that lay in the folders and files given and are there no longer."""
+        """Return the ids of indexed documents that these files and folders had and no longer have."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
         missing = []
         for id in self._corpus.catalog.document_ids():
             file = id if id in scan.files else source_file(id)
-            read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
-            if read and id not in scan.documents and file not in scan.rejected:
+            is_read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
+            if is_read and id not in scan.documents and file not in scan.rejected:
                 missing.append(id)
         return missing
 
@@ -258,11 +256,11 @@ class Indexer:
         return {chunk.chunk_hash for id in document_ids for chunk in self._corpus.catalog.document_chunks(id)}
 
     def forget(self, hashes: Iterable[str]) -> int:
-        """Delete the KV of these chunks unless some document still has them. Returns how many chunks went."""
-        gone = self._corpus.catalog.unreferenced(hashes)
-        if gone:
-            self._workspace.store.delete(gone)
-        return len(gone)
+        """Delete the KV of those of these chunks that no document has. Returns how many chunks it was."""
+        unused = self._corpus.catalog.unreferenced(hashes)
+        if unused:
+            self._workspace.store.delete(unused)
+        return len(unused)
 
     def _collect_garbage(self) -> int:
         """Delete KV that an interrupted run left without a document."""
@@ -280,17 +278,19 @@ class Indexer:
         if self._workspace.fuses:
             await self._workspace.chunk_kv(engine).precompute_anchor(engine, self._workspace.store)
 
-    async def precompute_again(self, digest: str) -> bool:
-        """Make what KV is lost of one chunk, or of the anchor; False if no document has it any more. Raises StoreError
-        if there is no space."""
-        if digest == self._workspace.anchor_hash:
+    async def precompute_again(self, chunk_hash: str) -> bool:
+        """Precompute what KV of one chunk, or of the anchor, is missing; return False if no document has the chunk.
+
+        Raises StoreError if there is no space.
+        """
+        if chunk_hash == self._workspace.anchor_hash:
             await self._precompute_anchor()
             return True
-        chunk = self._corpus.catalog.chunk_of(digest)
+        chunk = self._corpus.catalog.chunk_of(chunk_hash)
         if chunk is None:
             return False
         engine = await self._workspace.start()
-        kv, chunks = self._workspace.chunk_kv(engine), {digest: chunk.token_ids}
+        kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
         _, vectors = self._corpus.catalog.vectors([chunk.id])
-        await kv.precompute(engine, self._workspace.store, chunks, self._others(kv, chunks, [digest], vectors))
-        return not self.forget([digest])  # the document may have been deleted meanwhile
+        await kv.precompute(engine, self._workspace.store, chunks, self._others(kv, chunks, [chunk_hash], vectors))
+        return not self.forget([chunk_hash])  # the document may have been deleted meanwhile

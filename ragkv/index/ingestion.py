@@ -1,4 +1,4 @@
-"""What an ingest is made of: the data that `Pipeline.ingest` reads, works through and reports."""
+"""The data of an ingest: the scan of its documents, the work that is left, its progress and its report."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,10 @@ _DOCUMENT_BATCH_CHUNKS = 64
 
 @dataclass(frozen=True)
 class IngestProgress:
-    """`done` of `total` items of a stage: "load" counts files, "prefill" contexts."""
+    """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs.
+
+    item: the file's name or the document's title; "" where it is none in particular.
+    """
 
     stage: str
     done: int
@@ -22,7 +25,7 @@ class IngestProgress:
 
 @dataclass
 class IngestReport:
-    """What an ingest did. `rejected` documents are not indexed; what was indexed of them before is kept."""
+    """The result of an ingest. `rejected` documents are not indexed; what was indexed of them before is kept."""
 
     documents_new: int = 0
     documents_changed: int = 0
@@ -35,40 +38,44 @@ class IngestReport:
 
 @dataclass(frozen=True)
 class Work:
-    """A document to index: new, changed, or without KV."""
+    """A document to index: it is new or changed, or chunks of it have no KV."""
 
     document: Document
-    digest: str
+    document_digest: str
     chunks: list[ChunkText]
 
 
 @dataclass
 class Scan:
-    """What was read: paths of all files, and of those with a rejected document; document ids; the documents to index;
-    the ids of documents that vanished since; the report so far."""
+    """What was read, and what is left to do.
+
+    files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
+    work: the documents to index. missing: ids of indexed documents whose files no longer have them.
+    """
 
     files: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
-    vanished: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     report: IngestReport = field(default_factory=IngestReport)
 
 
-@dataclass(frozen=True)
-class Step:
-    """Progress within a batch as progress of the whole."""
+@dataclass
+class PrefillProgress:
+    """A counter over all batches of an ingest, which reports each advance."""
 
-    progress: Callable[[IngestProgress], None]
-    before: int
+    report: Callable[[IngestProgress], None]
     total: int
+    done: int = 0
 
-    def __call__(self, done: int, item: str) -> None:
-        self.progress(IngestProgress("prefill", self.before + done, self.total, item))
+    def advance_to(self, done: int, item: str = "") -> None:
+        self.done = done
+        self.report(IngestProgress("prefill", done, self.total, item))
 
 
 def batches(work: Sequence[Work]) -> Iterable[list[Work]]:
-    """Whole documents, so many that each batch has 64 chunks or more: they survive an interruption this often."""
+    """Yield whole documents in batches of at least 64 chunks; an interruption costs no more than the batch in work."""
     batch: list[Work] = []
     for item in work:
         batch.append(item)

@@ -39,7 +39,7 @@ Status = Literal["waiting", "running", "done", "failed"]
 
 
 class Ingest(Protocol):
-    """As `Indexer.ingest_documents`."""
+    """The signature of `Indexer.ingest_documents`."""
 
     async def __call__(
         self,
@@ -52,7 +52,11 @@ class Ingest(Protocol):
 
 @dataclass
 class Upload:
-    """names: of its files. created: seconds since 1970. error: why it waits, or failed."""
+    """Files that were uploaded together.
+
+    names: of the files. created: seconds since 1970. error: why it waits or failed. withdrawn: ids of its documents
+    that are not to be indexed any more.
+    """
 
     id: str
     names: list[str]
@@ -71,28 +75,28 @@ class Uploads:
     def __init__(self, folder: Path, ingest: Ingest) -> None:
         self._folder, self._ingest = folder, ingest
         self._uploads: dict[str, Upload] = {}
-        self._there = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._reading = asyncio.Semaphore(_READERS)
         self._withdrawing = threading.Lock()
         self._num_reading = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on with what an earlier process left."""
+        """Index what an earlier process left, and then what is added."""
         for path in sorted(self._folder.glob("*")):
             if path.suffix == _UNFINISHED:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 fields = json.loads((path / _UPLOAD).read_text())
                 self._uploads[path.name] = Upload(path.name, **fields)
-        self._there.set()
+        self._arrived.set()
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         await stop(self._task)
 
     def all(self) -> list[Upload]:
-        """Newest first."""
+        """Return the uploads, newest first."""
         return list(reversed(self._uploads.values()))
 
     def get(self, id: str) -> Upload | None:
@@ -103,10 +107,11 @@ class Uploads:
         return sum(upload.status != "done" for upload in self._uploads.values())
 
     async def add(self, files: Sequence[tuple[Path, str]], hint: Hint | None = None, room: int | None = None) -> Upload:
-        """Take files, each with its document's name. room: bytes of text that there may be, of all uploads waiting.
+        """Take files, each with its document's name, and return once they are on disk, as text.
 
-        Having taken none, raises DocumentError if one can't be read, QuotaError if there is no room for them, and
-        OverloadedError if too many uploads are waiting.
+        room: bytes of text that all waiting uploads may have together. Takes all of the files or none: raises
+        DocumentError if one can't be read, QuotaError if there is no room for them, and OverloadedError if too many
+        uploads are waiting.
         """
         async with self._admitted():
             id = f"{time.time_ns():x}{secrets.token_hex(4)}"
@@ -124,12 +129,12 @@ class Uploads:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         self._uploads[id] = upload
-        self._there.set()
+        self._arrived.set()
         return upload
 
     def withdraw(self, name: str) -> set[str]:
-        """Take documents back that aren't indexed yet: by id, or all of a file. Returns their ids. For any thread."""
-        found = set()
+        """Withdraw documents that aren't indexed yet, by id or all of a file, and return their ids. Thread-safe."""
+        withdrawn: set[str] = set()
         with self._withdrawing:  # two at a time would write back what the other takes out
             for upload in list(self._uploads.values()):
                 if upload.status == "done":
@@ -137,12 +142,12 @@ class Uploads:
                 path = self._folder / upload.id / _DOCUMENTS
                 with suppress(FileNotFoundError):  # it is done by now
                     documents = list(parse.read_documents(path))
-                    gone = {each.id for each in documents if name in (each.id, source_file(each.id))}
-                    if gone:
-                        upload.withdrawn |= gone
-                        found |= gone
-                        parse.write_documents(path, (each for each in documents if each.id not in gone))
-        return found
+                    meant = {each.id for each in documents if name in (each.id, source_file(each.id))}
+                    if meant:
+                        upload.withdrawn |= meant
+                        withdrawn |= meant
+                        parse.write_documents(path, (each for each in documents if each.id not in meant))
+        return withdrawn
 
     def _check_room(self, room: int | None) -> None:
         if room is None:
@@ -168,14 +173,14 @@ class Uploads:
         while True:
             upload = next((u for u in self._uploads.values() if u.status == "waiting"), None)
             if upload is None:
-                self._there.clear()
-                await self._there.wait()
+                self._arrived.clear()
+                await self._arrived.wait()
                 continue
             wait_s = await self._index(upload)
             await asyncio.sleep(wait_s)
 
     async def _index(self, upload: Upload) -> float:
-        """Returns how long to wait for the next try."""
+        """Index one upload. Returns how many seconds to wait before the next one, or before this one again."""
 
         def progress(step: IngestProgress) -> None:
             upload.progress = step

@@ -1,1 +1,1 @@
-"""Facts and settings of the machine."""
+"""What is known of the machine, and settings of its C library."""

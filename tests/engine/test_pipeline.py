@@ -373,7 +373,7 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         pipeline.workspace.store.delete(chunks)
         *_, lost = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         assert lost.plan.way == "prefill" and "no usable KV" in lost.fallback and lost.text == full.text
-        assert pipeline._restorer._lost  # though the worker was never asked
+        assert pipeline._restorer._missing  # though the worker was never asked
         runner.run(pipeline.ingest([corpus]))
         *_, other = runner.run(events_of(pipeline, QUESTIONS[0], "none", top_k=6, fresh=True))
         assert other.plan is None and other.policy == "none"
