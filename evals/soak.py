@@ -35,7 +35,7 @@ _EVERY_S = 2.0  # between looks at the processes
 _PATIENCE_S = 10.0  # for /healthz, always
 _MORE_HANDLES = 64  # connections and threads of pools come and go
 _MORE_MEMORY = 0.05  # of what it was when warm
-_NUM_SIZES = 256  # vLLM on CPU keeps a compiled product for each batch size, of the last 256 (docs/log.md)
+_NUM_SIZES = 256  # vLLM on CPU keeps a compiled product for each batch size, of the last 256 (docs/log/2026-11.md)
 _STEPS = {"compare": 0.3, "ask": 0.3, "leave": 0.15, "upload": 0.15, "delete": 0.05, "junk": 0.05}
 
 

@@ -16,7 +16,7 @@ from ragkv.retriever.index import VectorIndex
 if TYPE_CHECKING:
     from ragkv.retriever.keywords import KeywordIndex
 
-_EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log.md, 2026-11-22
+_EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log/2026-11.md
 _NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
 _NUM_VECTORS = 1024  # questions that are asked again as a conversation goes on
 _RRF = 60  # Cormack, Clarke, Büttcher: Reciprocal Rank Fusion outperforms Condorcet, SIGIR 2009
