@@ -20,7 +20,8 @@ ONLY_IN = {
     "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/index.py", "store/segment_store.py"),
     "bm25s": ("retriever/keywords.py",),
     "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
-    "typer": ("ragkv/cli/",),
+    "typer": ("ragkv/cli/", "evals/cli.py"),
+    "matplotlib": ("evals/",),
     "fastapi": ("ragkv/server/",),
 }
 
@@ -36,6 +37,7 @@ def imports(file):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("package", LOWER)
@@ -58,6 +60,16 @@ def test_heavy_libraries_stay_where_they_belong(library):
             seen = True
             assert place.startswith(ONLY_IN[library]), f"{place} imports {library}"
     assert seen or library == "triton"
+
+
+def test_only_one_place_of_the_product_knows_of_evals():
+    knowing = []
+    for file in source_files():
+        place = file.relative_to(ROOT)
+        is_evals = "evals" in place.parts[:2]
+        if not is_evals and any(f"{name}.".startswith("ragkv.evals.") for name in imports(file)):
+            knowing.append(str(place))
+    assert knowing == ["ragkv/cli/evaluations.py"]
 
 
 def test_code_is_not_imported_by_its_folder_name():

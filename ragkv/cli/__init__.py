@@ -7,15 +7,17 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, eval_commands, home_commands, store_commands
+from ragkv.cli import engine_commands, home_commands, store_commands
+from ragkv.cli.evaluations import Evaluations
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
 
 
-def _group(help: str) -> typer.Typer:
-    return typer.Typer(help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+def _group(help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    return typer.Typer(help=help, cls=cls, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 app = _group("RAG on vLLM that reuses the KV of document chunks.")
@@ -35,20 +37,7 @@ app.add_typer(store, name="store")
 models = _group("The embedded models.")
 models.command()(home_commands.fetch)
 app.add_typer(models, name="models")
-evaluations = _group("Measure on this machine.")
-evaluations.command()(eval_commands.ttft)
-evaluations.command()(eval_commands.quality)
-evaluations.command()(eval_commands.report)
-evaluations.command()(eval_commands.retrieval)
-evaluations.command()(eval_commands.cache)
-evaluations.command()(eval_commands.swap)
-evaluations.command()(eval_commands.timeline)
-evaluations.command()(eval_commands.faults)
-evaluations.command()(eval_commands.store)
-evaluations.command()(eval_commands.churn)
-evaluations.command()(eval_commands.soak)
-evaluations.command()(eval_commands.load)
-app.add_typer(evaluations, name="eval")
+app.add_typer(_group("Measure on this machine.", cls=Evaluations), name="eval")
 app.command()(home_commands.config)
 app.command()(home_commands.doctor)
 

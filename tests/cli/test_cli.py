@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import ragkv
 from ragkv import cli
 from ragkv.answer import Answer, Source, Timings, Usage
-from ragkv.cli import eval_output, output
+from ragkv.cli import output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.errors import DocumentError
+from ragkv.evals import tables
 from ragkv.home import Home, Owner
 from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS
@@ -439,7 +440,7 @@ def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
         "probe_ms": 300.4,
         "recompute_ms": 800.6,
     }
-    eval_output.print_ttft([row])
+    tables.print_ttft([row])
     expected = ["7,168", "query:0.15", "12,346", "1,234", "10.0×", "100", "300", "801", "6,900", "268"]
     assert capsys.readouterr().out.splitlines()[-1].split() == expected
 

@@ -4,8 +4,8 @@ import zlib
 import numpy as np
 import pytest
 
-from ragkv.cli import eval_output
 from ragkv.errors import ConfigError
+from ragkv.evals import tables
 from ragkv.evals.retrieval import Collection, Task, load, run
 
 
@@ -88,7 +88,7 @@ def test_published_formats(tmp_path):
 
 def test_the_table_names_every_way(capsys):
     tasks = [Task(("fox ?",), frozenset(["fox red"])), Task(("gnu red", "cat ?"), frozenset(["cat black and white"]))]
-    eval_output.print_retrieval(rows(tasks, reranker=Longest()))
+    tables.print_retrieval(rows(tasks, reranker=Longest()))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:5]] == [
         ["all,", "2", "vector"],

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.cli import eval_output
 from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Verbose
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, log_in_errors, prepare
 from ragkv.config import load_config
+from ragkv.evals import tables
 
 
 def ttft(
@@ -53,7 +53,7 @@ def ttft(
     with err.status("measuring"), log_in_errors(config):
         asyncio.run(evaluation.run(config, lengths, parsed, repeats, emit, cold=cold, random_weights=random_weights))
     if not as_json:
-        eval_output.print_ttft(rows)
+        tables.print_ttft(rows)
 
 
 def quality(
@@ -90,13 +90,13 @@ def quality(
     out = out or config.home / "evals" / name
     prepare(log_file(config), verbose)
     settings = evaluation.Settings(examples, captures, ttft_examples, config.index.chunk_tokens)
-    with eval_output.ExampleBar(dataset) as bar, log_in_errors(config):
+    with tables.ExampleBar(dataset) as bar, log_in_errors(config):
         rows = asyncio.run(evaluation.run(config, loaded, arms, settings, out, bar.update))
     for row in rows:
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_quality(rows)
+        tables.print_quality(rows)
         err.print(f"by example: {out}", style="dim", markup=False)
 
 
@@ -138,7 +138,7 @@ def retrieval(
     loaded = embedding.Embedder(models.resolve(config.index.embedder, config.home))
     models_used = {"embedder": Path(config.index.embedder).name, "reranker": name and Path(name).name}
     rows = []
-    with eval_output.ExampleBar(dataset) as bar:
+    with tables.ExampleBar(dataset) as bar:
         for row in evaluation.run(
             dataset, collection, loaded, reranker, lengths, config.retrieval.candidates, bar.update
         ):
@@ -147,7 +147,7 @@ def retrieval(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_retrieval(rows)
+        tables.print_retrieval(rows)
 
 
 def cache(
@@ -165,7 +165,7 @@ def cache(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_cache(rows)
+        tables.print_cache(rows)
 
 
 def store(
@@ -189,7 +189,7 @@ def store(
             if as_json:
                 typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_store(rows)
+        tables.print_store(rows)
 
 
 def faults(
@@ -202,13 +202,13 @@ def faults(
     from ragkv.evals import faults as evaluation
 
     rows = []
-    with eval_output.RoundLine() as line:
+    with tables.RoundLine() as line:
         for row in evaluation.run(kills, flips, seed, line.update):
             rows.append(row)
             if as_json:
                 typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_faults(rows)
+        tables.print_faults(rows)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
 
@@ -238,7 +238,7 @@ def churn(
         return
     with err.status("starting") as status:
         (row,) = evaluation.run(config, seconds, kills, seed, status.update)
-    typer.echo(json.dumps(row)) if as_json else eval_output.print_churn(row)
+    typer.echo(json.dumps(row)) if as_json else tables.print_churn(row)
     if row["problems"]:
         raise typer.Exit(1)
 
@@ -261,7 +261,7 @@ def soak(
 
     with err.status("starting") as status:
         (row,) = evaluation.run(config, seconds, clients, seed, status.update)
-    typer.echo(json.dumps(row)) if as_json else eval_output.print_soak(row)
+    typer.echo(json.dumps(row)) if as_json else tables.print_soak(row)
     if row["problems"]:
         raise typer.Exit(1)
 
@@ -299,7 +299,7 @@ def load(
     if out is not None:
         evaluation.draw(rows, out)
     if not as_json:
-        eval_output.print_load(rows)
+        tables.print_load(rows)
 
 
 def swap(
@@ -339,7 +339,7 @@ def swap(
     if out is not None:
         evaluation.draw(rows, out)
     if not as_json:
-        eval_output.print_swap(rows)
+        tables.print_swap(rows)
 
 
 def timeline(
@@ -367,8 +367,13 @@ def timeline(
         if as_json:
             typer.echo(json.dumps(row))
     if not as_json:
-        eval_output.print_timeline(rows)
+        tables.print_timeline(rows)
         err.print(f"picture: {out}", style="dim", markup=False)
+
+
+app = typer.Typer(add_completion=False)
+for _command in (ttft, quality, report, retrieval, cache, swap, timeline, faults, store, churn, soak, load):
+    app.command()(_command)
 
 
 def _parse_numbers(text: str, option: str) -> list[float]:

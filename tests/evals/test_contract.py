@@ -1,0 +1,107 @@
+"""What others build on: the options of `ragkv eval ttft` and `ragkv eval quality`, and the keys of their rows."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+from ragkv import cli
+from ragkv.config import Config
+from ragkv.controller.requests import Timed
+from ragkv.engine.task import Report
+from ragkv.evals import rows, ttft
+from ragkv.policies import Policy
+
+SETTINGS = [
+    ("--home", None),
+    ("--model", None),
+    ("--embedder", None),
+    ("--dtype", None),
+    ("--config", None),
+    ("--verbose", False),
+]
+OPTIONS = {
+    "ttft": [
+        ("--tokens", "1024,2048,4096,7168"),
+        ("--policies", "full,query:0.15,query:0.05,none"),
+        ("--repeats", 5),
+        ("--cold", False),
+        ("--random-weights", False),
+        ("--json", False),
+        *SETTINGS,
+    ],
+    "quality": [
+        ("--dataset", "required"),
+        ("--data", None),
+        ("--examples", 50),
+        ("--policies", "none,guided:0.05,cacheblend:0.15@alone"),
+        ("--captures", 4),
+        ("--codec", None),
+        ("--ttft-examples", 10),
+        ("--out", None),
+        ("--json", False),
+        *[option for option in SETTINGS if option[0] != "--embedder"],
+    ],
+}
+
+
+def command(*names):
+    found = typer.main.get_command(cli.app)
+    for name in names:
+        found = found.get_command(None, name)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_keep_their_names_defaults_and_order(name):
+    found = [
+        (",".join(option.opts + option.secondary_opts), "required" if option.required else option.default)
+        for option in command("eval", name).params
+    ]
+    assert found == OPTIONS[name]
+
+
+class FakeBench:
+    """Times nothing: what is asked takes 10 ms."""
+
+    async def prepare(self, num_tokens):
+        return SimpleNamespace(token_ids=list(range(num_tokens))), ["a chunk's hash"]
+
+    async def ask(self, prompt, task):
+        return Timed(10.0, Report(reused_tokens=90, recomputed_tokens=9))
+
+
+def test_rows_of_ttft_keep_their_keys(monkeypatch):
+    @asynccontextmanager
+    async def rig(*_, **__):
+        kv = SimpleNamespace(task=lambda _prompt, _hashes, policy, _store: SimpleNamespace(policy=policy))
+        yield SimpleNamespace(bench=lambda _: FakeBench(), kv=kv, store=None)
+
+    monkeypatch.setattr(ttft, "rig", rig)
+    (row,) = measured_ttft(Config())
+    assert list(row) == [
+        *("tokens", "policy", "budget", "ttft_ms", "baseline_ttft_ms", "speedup", "reused_tokens", "recomputed_tokens"),
+        *("load_ms", "probe_ms", "recompute_ms", "cold", "repeats", "model", "random_weights", "dtype"),
+    ]
+    assert (row["tokens"], row["policy"], row["budget"], row["ttft_ms"]) == (100, "query", 0.05, 10.0)
+    assert (row["reused_tokens"], row["recomputed_tokens"]) == (90, 10)  # and the last token, which vLLM computes
+
+
+def measured_ttft(config):
+    found = []
+    asyncio.run(ttft.run(config, [100], [Policy.parse("query:0.05")], 1, found.append))
+    return found
+
+
+def test_rows_of_quality_keep_their_keys():
+    measured = ("kl", "agreement", "gold_nll", "gold_nll_full", "score", "score_full", "word_f1", "word_f1_full")
+    identity = ("dataset", "model", "dtype", "captures", "codec", "arm", "policy", "budget", "kv", "score_name")
+    numbers = dict.fromkeys((*measured, "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"), 1.0)
+    row = rows.summary([{**dict.fromkeys((*identity, "score_ceiling"), "same"), **numbers}] * 2)
+    assert list(row) == [
+        *(*identity, "score_ceiling", "anchored", "examples", "kl", "kl_interval", "agreement", "agreement_interval"),
+        *("gold_nll", "gold_nll_difference", "gold_nll_interval", "score", "score_full", "score_interval"),
+        *("word_f1", "word_f1_full", "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"),
+    ]
