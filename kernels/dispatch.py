@@ -1,4 +1,4 @@
-"""Which kernels compute the operators: decided here, once for a worker."""
+"""The choice of kernels that compute the operators, made once for a worker."""
 
 import importlib.util
 import logging
@@ -10,8 +10,10 @@ import torch
 
 from ragkv.kernels import native
 from ragkv.kernels.kv_deviation import kv_deviation_reference
-from ragkv.kernels.kv_fuse import kv_fuse_reference
+from ragkv.kernels.kv_fuse import Staged, kv_fuse_reference
+from ragkv.kernels.operands import AttentionSpec, PagedKV
 from ragkv.kernels.query_scores import query_scores
+from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.selective_attention import selective_attention
 
 CHOICES = ("auto", "triton", "native", "torch")
@@ -21,33 +23,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operators, each with its reference's arguments (`ragkv.kernels.kv_fuse` and so on)."""
+    """One implementation of every operator, with the arguments of its reference (`ragkv.kernels.kv_fuse` and so on)."""
 
     name: str
-    kv_fuse: Callable[..., None]
-    kv_deviation: Callable[..., torch.Tensor]
-    query_scores: Callable[..., torch.Tensor]
-    selective_attention: Callable[..., torch.Tensor]
+    kv_fuse: Callable[[list[Staged], Rotation | None, PagedKV], None]
+    kv_deviation: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    query_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+    selective_attention: Callable[[torch.Tensor, torch.Tensor, PagedKV, AttentionSpec], torch.Tensor]
 
 
 class KernelsError(Exception):
-    """The kernels that were asked for can't run here; the message says why, and what to do."""
+    """The chosen kernels can't run here; the message says why, and what to do."""
 
 
-def choose(wish: str, device: torch.device) -> Kernels:
-    """`triton` on CUDA (or, to try it, in Triton's interpreter), `native` (C++) on CPU, `torch` anywhere; `auto` takes
-    the first of these that there is, and no interpreter. Raises KernelsError if the wish can't be met."""
-    if wish not in CHOICES:
-        raise KernelsError(f"kernels are {', '.join(CHOICES)}, not {wish!r}")
+def choose(name: str, device: torch.device) -> Kernels:
+    """Return the kernels of that name: `triton` on CUDA (or, to try it, in Triton's interpreter), `native` (C++) on
+    CPU, `torch` anywhere; `auto`: the first of these that can run, without the interpreter. Raises KernelsError if they
+    can't run here."""
+    if name not in CHOICES:
+        raise KernelsError(f"kernels are {', '.join(CHOICES)}, not {name!r}")
     problems = {"triton": _no_triton(device), "native": _no_native(device), "torch": None}
-    there = [name for name in problems if problems[name] is None]
-    if wish == "auto":
-        wish = next(name for name in there if name != "triton" or device.type == "cuda")
-    problem = problems[wish]
-    if problem is not None:
-        raise KernelsError(f"no {wish} kernels: {problem}; choose auto, or torch")
-    logger.info("kernels: %s on %s", wish, device)
-    return _KERNELS[wish]()
+    if name == "auto":
+        name = next(each for each in problems if not problems[each] and (each != "triton" or device.type == "cuda"))
+    if problems[name]:
+        raise KernelsError(f"no {name} kernels: {problems[name]}; choose auto, or torch")
+    logger.info("kernels: %s on %s", name, device)
+    return _KERNELS[name]()
 
 
 def _no_triton(device: torch.device) -> str | None:
@@ -67,18 +68,12 @@ def _no_native(device: torch.device) -> str | None:
 
 
 def _triton() -> Kernels:
-    from ragkv.kernels.kv_deviation import triton_kernel as of_deviation
-    from ragkv.kernels.kv_fuse import triton_kernel as of_fuse
-    from ragkv.kernels.query_scores import triton_kernel as of_scores
-    from ragkv.kernels.selective_attention import triton_kernel as of_attention
+    from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
+    from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
+    from ragkv.kernels.query_scores.triton_kernel import query_scores
+    from ragkv.kernels.selective_attention.triton_kernel import selective_attention
 
-    return Kernels(
-        "triton",
-        of_fuse.kv_fuse,
-        of_deviation.kv_deviation,
-        of_scores.query_scores,
-        of_attention.selective_attention,
-    )
+    return Kernels("triton", kv_fuse, kv_deviation, query_scores, selective_attention)
 
 
 def _native() -> Kernels:

@@ -1,4 +1,4 @@
-"""Moves keys from the position they were computed at to another, by rotating them further (RoPE is relative)."""
+"""Rotation of keys from the positions at which they were computed to others: RoPE (Su et al., 2021) is relative."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one layer rotates its keys.
+    """One layer's rotary position embedding.
 
     cos, sin: `[P, R/2]` float32 on the keys' device, the rotation by p positions in row p. Dimensions from R on are not
     rotated. neox: pairs are (i, i + R/2), GPT-NeoX style, and not (2i, 2i + 1), GPT-J style.
@@ -19,9 +19,9 @@ class Rotation:
 
     @classmethod
     def from_table(cls, cos_sin: torch.Tensor, neox: bool) -> "Rotation":
-        """From a model's table `[P, R]` of cosines and sines side by side.
+        """Make it from a model's table `[P, R]`, cosines first, then sines.
 
-        Tables that carry an attention scale (YaRN) have it divided out: a shift must not scale the key again.
+        Tables that carry an attention scale (YaRN) have it divided out: a rotation must not scale the key again.
         """
         cos, sin = cos_sin.float().chunk(2, dim=-1)
         norm = torch.hypot(cos, sin)
@@ -45,7 +45,7 @@ class Rotation:
         return out
 
     def _parts(self) -> tuple[slice, slice, slice]:
-        """The dimensions of the two halves of the pairs, and those that aren't rotated."""
+        """The dimensions of the pairs' first and second numbers, and those that aren't rotated."""
         size = 2 * self.cos.shape[-1]
         if self.neox:
             return slice(0, size // 2), slice(size // 2, size), slice(size, None)

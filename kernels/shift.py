@@ -1,19 +1,19 @@
-"""Carries what the recomputed tokens of a chunk teach over to the chunk's other tokens."""
+"""KV shift: applies the mean change of a chunk's recomputed tokens to the chunk's other tokens (`kernels/kv_fuse`)."""
 
 from collections.abc import Sequence
 
 import torch
 
 DAMPING = 8  # tokens: a mean over few tokens is noise
-MAX_RATIO = 2.0  # no token moves more than so many times as far as the recomputed ones did
+MAX_RATIO = 2.0  # no token is shifted more than so many times as far as the recomputed ones
 
 
 def shift_weights(v_std: torch.Tensor | None, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """w(t) = c / (c + DAMPING) · min(MAX_RATIO, v_std(t) / mean_S v_std), `[T]` float32 on offsets' device.
+    """Return w(t) = c / (c + DAMPING) · min(MAX_RATIO, v_std(t) / mean_S v_std), `[T]` float32 on offsets' device.
 
-    v_std: `[T]`, how much each token's KV varies with its context, None where that isn't known: then the last factor
-    is 1. offsets: `[c]`, the recomputed tokens S in the chunk. Policies choose tokens that vary much; without the last
-    factor the others would move as far as those.
+    v_std: `[T]`, the standard deviation of each token's V over contexts, None where it isn't known: then the last
+    factor is 1. offsets: `[c]`, of the recomputed tokens S in the chunk. Policies choose tokens that vary much; without
+    the last factor the others would be shifted as far as those.
     """
     weight = len(offsets) / (len(offsets) + DAMPING)
     if v_std is None:
@@ -24,7 +24,7 @@ def shift_weights(v_std: torch.Tensor | None, offsets: torch.Tensor, num_tokens:
 
 
 def averaging(counts: Sequence[int]) -> torch.Tensor:
-    """The matrix `[chunks, c]` that takes the mean of each chunk's tokens, `counts` of them, at least one."""
+    """Return the matrix `[chunks, c]` that takes the mean over each chunk's tokens; counts: how many, at least one."""
     of_token = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     matrix = (of_token == torch.arange(len(counts))[:, None]).float()
     return matrix / matrix.sum(1, keepdim=True)
@@ -37,11 +37,12 @@ def mean_shifts(
     cached_v: torch.Tensor,
     averaging: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each chunk, k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed
-    tokens S; then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for its other tokens t (`kernels/kv_fuse`).
+    """Return each chunk's k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its
+    recomputed tokens S, `[Hkv, D]` float32; s is a token's position in the prompt, s' where it was precomputed.
 
-    All `[Hkv, c, D]`, the recomputed tokens of all chunks one after the other: as just computed, and as cached; keys
-    rotated back to position 0. averaging: `[chunks, c]` (`averaging`). Returns `[Hkv, D]` float32 twice for each chunk.
+    Then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for the chunk's other tokens t. Arguments: `[Hkv, c, D]`,
+    the recomputed tokens of all chunks, concatenated, as just computed and as cached, keys rotated back to position 0.
+    averaging: `[chunks, c]` (`averaging`).
     """
     means = [averaging @ (fresh.float() - cached) for fresh, cached in ((fresh_k, cached_k), (fresh_v, cached_v))]
     k, v = (mean.transpose(0, 1).contiguous() for mean in means)  # [chunks, Hkv, D]

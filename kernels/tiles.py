@@ -1,11 +1,11 @@
-"""How large the tiles of Triton's products are."""
+"""Tile sizes of Triton's matrix products."""
 
 import torch
 
 
 def tiles(head_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows BLOCK_M, tokens BLOCK_N and dimensions BLOCK_D, powers of 2 for Triton, and how they are run: within 99 KB
-    of shared memory, which every GPU since Ampere has, the next keys' copies in flight."""
+    """Return rows BLOCK_M, tokens BLOCK_N and dimensions BLOCK_D, powers of 2 for Triton, and launch options: within
+    99 KB of shared memory, which every GPU since Ampere has, the next keys' copies in flight."""
     block_d = max(16, 1 << (head_size - 1).bit_length())
     wide = dtype.itemsize > 2
     return {

@@ -1,4 +1,4 @@
-"""What the benches of the operators share. `python -m ragkv.kernels.timing` makes a table of the rows they print."""
+"""Measurement for the operators' benches. `python -m ragkv.kernels.timing` makes a table of the rows they print."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ L2_BYTES = 256 << 20  # more than any GPU's
 
 
 def kernels() -> list[Kernels]:
-    """Those that are compared here: Triton's beside torch's on CUDA, those in C++ beside torch's on a CPU."""
+    """Return what is compared here: Triton's kernels and torch's on CUDA, those in C++ and torch's on a CPU."""
     fast = "triton" if ON_CUDA else "native" if native.find() else None
     return [choose(name, DEVICE) for name in (fast, "torch") if name]
 
@@ -29,9 +29,9 @@ def kernels() -> list[Kernels]:
 def measure(
     operator: str, case: str, runs: Mapping[str, Callable[[], object]], work: Mapping[str, float], unit: str
 ) -> None:
-    """Prints a line of JSON for each of the runs: its median milliseconds, and billions of `work` per second in `unit`.
+    """Print a line of JSON for each of the runs: its median milliseconds, and billions of `work` per second in `unit`.
 
-    They take turns, after some rounds to warm up. On CUDA between two events, the L2 cache emptied before each.
+    The runs take turns, after some rounds to warm up. On CUDA they are timed between two events, with a cold L2 cache.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(WARM_UP + ROUNDS):
@@ -64,7 +64,7 @@ def _device() -> str:
 
 
 def table(lines: Iterable[str]) -> str:
-    """Rows of JSON as a table whose columns stand under each other."""
+    """Format rows of JSON as a table with aligned columns."""
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     cells = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,5 +1,5 @@
-"""`python -m ragkv.kernels.kv_deviation.bench`: milliseconds of `kv_deviation`, and bytes per second, where a layer of
-every token was computed anew."""
+"""`python -m ragkv.kernels.kv_deviation.bench`: milliseconds of `kv_deviation`, and bytes per second, where every
+token of a layer was computed anew."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ def main() -> None:
     for num_tokens in LENGTHS:
         fresh, cached = torch.randn(2, KV_HEADS, num_tokens, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         offsets = torch.arange(num_tokens, device=DEVICE)
-        different = {each.kv_deviation: each.name for each in kernels()}  # C++ has none of its own
+        different = {each.kv_deviation: each.name for each in kernels()}  # C++ uses torch's
         runs = {name: partial(run, fresh, cached, offsets) for run, name in different.items()}
         measure("kv_deviation", f"{num_tokens} tokens", runs, dict.fromkeys(runs, 2 * fresh.nbytes), "GB/s")
 

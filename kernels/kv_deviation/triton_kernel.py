@@ -1,14 +1,14 @@
-"""`kv_deviation` in one launch, cached tokens read where they lie."""
+"""`kv_deviation` in one launch, cached tokens read in place."""
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK_T = 4  # tokens of a program: a few hundred are compared, and all of a GPU should do it
+_BLOCK_T = 4  # tokens of a program: a few hundred are compared, and they should occupy all of a GPU
 
 
 def kv_deviation(fresh: torch.Tensor, cached: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """As `kv_deviation_reference`."""
+    """Compute `kv_deviation_reference`."""
     fresh, cached = (x if x.stride(2) == 1 else x.contiguous() for x in (fresh, cached))
     num_heads, num_tokens, head_size = fresh.shape
     deviations = torch.empty(num_tokens, dtype=torch.float32, device=fresh.device)
@@ -47,9 +47,9 @@ def _kv_deviation(
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
-    there = t < num_tokens
-    inside = there[:, None] & (d < HEAD_SIZE)[None, :]
-    offset = tl.load(offsets + t, mask=there, other=0)
+    valid = t < num_tokens
+    inside = valid[:, None] & (d < HEAD_SIZE)[None, :]
+    offset = tl.load(offsets + t, mask=valid, other=0)
     new = fresh + (t.to(tl.int64) * fresh_token)[:, None] + d[None, :]
     old = cached + (offset * cached_token)[:, None] + d[None, :]
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -59,4 +59,4 @@ def _kv_deviation(
         total += tl.sum(x * x, 1)
         new += fresh_head
         old += cached_head
-    tl.store(deviations + t, total, mask=there)
+    tl.store(deviations + t, total, mask=valid)

@@ -1,4 +1,4 @@
-"""`python -m ragkv.kernels.kv_fuse.bench`: bytes per second of `kv_fuse`, beside a copy of as many."""
+"""`python -m ragkv.kernels.kv_fuse.bench`: bytes per second of `kv_fuse`, next to a copy of as many."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from ragkv.kernels.kv_fuse import Staged
+from ragkv.kernels.operands import PagedKV
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
 
@@ -21,14 +22,15 @@ def main() -> None:
 def _bench(num_tokens: int, stored: torch.dtype) -> None:
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     shape = (2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
-    key_cache, value_cache = torch.empty(shape, device=DEVICE, dtype=DTYPE)
     angles = torch.rand(1000, HEAD_SIZE // 2, device=DEVICE)
     rotation = Rotation(angles.cos(), angles.sin(), neox=True)
     first = BLOCK_SIZE * torch.randperm(num_blocks, device=DEVICE)
+    k, v = torch.empty(shape, device=DEVICE, dtype=DTYPE)
+    kv = PagedKV(k, v, first // BLOCK_SIZE)
     slots = (first[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()[:num_tokens]
     chunks = [_chunk(slots[begin : begin + CHUNK], stored) for begin in range(0, num_tokens, CHUNK)]
     runs: dict[str, Callable[[], object]] = {
-        each.name: partial(each.kv_fuse, chunks, rotation, key_cache, value_cache) for each in kernels()
+        each.name: partial(each.kv_fuse, chunks, rotation, kv) for each in kernels()
     }
     num_bytes = 2 * KV_HEADS * num_tokens * HEAD_SIZE * (stored.itemsize + DTYPE.itemsize)
     source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=DEVICE)

@@ -4,29 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from ragkv.kernels.kv_fuse import FIELDS, KVShift, Staged, table
+from ragkv.kernels.kv_fuse import FIELDS, Staged, table
+from ragkv.kernels.operands import PagedKV
 from ragkv.kernels.rotation import Rotation
 
 _NUMBERS = 2048  # of a program: some tokens of one head, in few enough registers
 
 
-def kv_fuse(
-    chunks: list[Staged],
-    rotation: Rotation | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    shifts: list[KVShift | None] | None = None,
-) -> None:
-    """As `kv_fuse_reference`. The chunks have one stored type, contiguous. Keeps nothing of them: they may be given
-    back once the stream has come past this."""
+def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> None:
+    """Compute `kv_fuse_reference`. The chunks have one stored type and are contiguous. Keeps nothing of them: their
+    memory may be reused once the stream has passed this."""
     if not any(chunk.k.shape[1] for chunk in chunks):
         return
-    device = key_cache.device
+    device = kv.k.device
     num_heads, _, head_size = chunks[0].k.shape
     block_d = triton.next_power_of_2(head_size)
     block_t = max(1, _NUMBERS // block_d)
     tiles = [(i, start) for i, chunk in enumerate(chunks) for start in range(0, chunk.k.shape[1], block_t)]
-    rows = table(chunks, shifts)
+    rows = table(chunks)
     numbers = torch.tensor([number for row in (*tiles, *rows) for number in row])
     numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
     _kv_fuse[(len(tiles), num_heads)](
@@ -34,11 +29,11 @@ def kv_fuse(
         numbers[2 * len(tiles) :],
         None if rotation is None else rotation.cos,
         None if rotation is None else rotation.sin,
-        key_cache,
-        value_cache,
-        key_cache.shape[1],
-        *key_cache.stride(),
-        *value_cache.stride(),
+        kv.k,
+        kv.v,
+        kv.block_size,
+        *kv.k.stride(),
+        *kv.v.stride(),
         HEAD_SIZE=head_size,
         PAIRS=0 if rotation is None else rotation.cos.shape[-1],
         NEOX=rotation is None or rotation.neox,
@@ -63,7 +58,7 @@ _TYPES = {
 
 @triton.jit
 def _number(x, FP8: tl.constexpr):
-    """A stored number in float32. e4m3's bits, seven places up, are those of a float16 of 2^-8 times its value."""
+    """Decode numbers to float32. e4m3's bits, seven places up, are those of a float16 of 2^-8 times its value."""
     if FP8:
         bits = x.to(tl.int16)
         half = ((bits << 7) & 0x3F80) | (bits & -0x8000)
@@ -104,8 +99,8 @@ def _kv_fuse(
     num_tokens, moved, start = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
     t = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
-    there, within = t < num_tokens, d < HEAD_SIZE
-    slots = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.int64)) + t, mask=there, other=-1)
+    valid, within = t < num_tokens, d < HEAD_SIZE
+    slots = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.int64)) + t, mask=valid, other=-1)
     written = (slots >= 0)[:, None] & within[None, :]
     at = (head * num_tokens + t)[:, None] * HEAD_SIZE
 
@@ -139,18 +134,18 @@ def _kv_fuse(
     v = _number(tl.load(values + at + d[None, :], mask=written, other=0), FP8)
     if SCALED:
         by_token = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + head * num_tokens
-        v = v * tl.load(by_token + t, mask=there, other=0.0)[:, None]
+        v = v * tl.load(by_token + t, mask=valid, other=0.0)[:, None]
 
     if tl.load(row + 7) != 0:
-        weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=there, other=0.0)[:, None]
+        weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=valid, other=0.0)[:, None]
         shift_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         term = tl.load(shift_k + d, mask=within, other=0.0)[None, :]
         if PAIRS:
-            places = (start + t)[:, None] * PAIRS + pair[None, :]
-            turning = there[:, None] & turned[None, :]
-            term = term * tl.load(cos + places, mask=turning, other=1.0)
+            angles = (start + t)[:, None] * PAIRS + pair[None, :]
+            turning = valid[:, None] & turned[None, :]
+            term = term * tl.load(cos + angles, mask=turning, other=1.0)
             across = sign * tl.load(shift_k + partner, mask=within, other=0.0)
-            term += across[None, :] * tl.load(sin + places, mask=turning, other=0.0)
+            term += across[None, :] * tl.load(sin + angles, mask=turning, other=0.0)
         k += weights * term
         shift_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         v += weights * tl.load(shift_v + d, mask=within, other=0.0)[None, :]

@@ -1,8 +1,8 @@
-// The operators on CPU, called by ctypes (`ragkv.kernels.native`); their definitions are the references in Python.
+// The operators on CPU, called through ctypes (`ragkv.kernels.native`); the references in Python define them.
 //
 // Compiled for several instruction sets; vectors are GCC's and Clang's own. Products are tiles of ROWS x 2 vectors that
-// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. No NaN or infinity
-// is looked for: what a row doesn't see is set to LOWEST.
+// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. Compiled for finite
+// numbers only: what a row doesn't see is set to LOWEST, not to minus infinity.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -26,7 +26,7 @@ constexpr int W = 8, ROWS = 6;
 constexpr int W = 4, ROWS = 4;
 #endif
 constexpr int KEYS = 128;  // of a block, a multiple of 2 W
-constexpr int64_t MOST_SCORES = 1 << 18;  // that a thread holds at a time
+constexpr int64_t MAX_SCORES = 1 << 18;  // that a thread holds at a time
 constexpr float LOWEST = -1e30f;
 
 typedef float vec __attribute__((vector_size(W * 4)));
@@ -75,7 +75,7 @@ inline void store(bfloat16* x, vec y) {
 }
 #endif
 
-// e^x for x <= 0, to 2 units in the last place (Cephes' polynomial).
+// Returns e^x for x <= 0, to 2 units in the last position (Cephes' polynomial).
 inline vec exp_(vec x) {
   x = x < vec{} - 87.0f ? vec{} - 87.0f : x;
   const ivec power = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);  // rounds: what is cut off is below 0
@@ -94,7 +94,7 @@ inline vec exp_(vec x) {
   return p * scale;
 }
 
-// to[0..n) becomes e^(s scale - most); returns the sum. n is a multiple of W.
+// Writes e^(s scale - most) to to[0..n) and returns the sum. n is a multiple of W.
 template <typename T>
 inline float exponentials(const float* s, int n, float scale, float most, T* to) {
   vec added{};
@@ -123,7 +123,7 @@ inline void cap(float* s, int n, float scale, float soft_cap) {
   for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] * scale / soft_cap);
 }
 
-// What products are made of, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
+// The factors of products, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
 struct Single {
   static constexpr int numbers = 1;
   static inline vec add(vec sum, float a, vec b) { return sum + a * b; }
@@ -156,8 +156,8 @@ inline void product(const float* a, int a_step, int a_row, const float* b, int b
     for (int c = 0; c < 2; ++c) store(to + r * to_step + c * W, sums[r][c]);
 }
 
-// Up to KEYS rows of `size` numbers become columns of `to` [size][KEYS], zeros behind them. In squares, so that neither
-// side is walked over at a distance.
+// Writes up to KEYS rows of `size` numbers as columns of `to` [size][KEYS], zeros after them. In squares, so that neither
+// side is accessed with large strides.
 template <typename T, typename At>
 inline void pack_columns(At row_at, int count, int size, float* to) {
   constexpr int SIDE = 8;
@@ -189,7 +189,7 @@ inline Paged paged(const int64_t* strides, int64_t block_size) {
   return {strides[0], strides[1], strides[2], strides[3], block_size};
 }
 
-// As pack_columns, of tokens from the n-th on where a block's tokens lie side by side.
+// As pack_columns, of tokens from the n-th on, where a block's tokens are contiguous.
 template <typename T, typename At>
 inline void copy_columns(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
   int run;
@@ -202,7 +202,7 @@ inline void copy_columns(const Paged& layout, At row_at, int64_t n, int count, i
   for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
 }
 
-// Pairs of a[i] and b[i], b null for zeros.
+// Writes pairs of a[i] and b[i]; b null: of a[i] and 0.
 inline void interleave(const bfloat16* a, const bfloat16* b, int count, float* to) {
   for (int i = 0; i < count; ++i) {
     const uint32_t bits = a[i].bits | (b ? uint32_t(b[i].bits) << 16 : 0);
@@ -210,7 +210,7 @@ inline void interleave(const bfloat16* a, const bfloat16* b, int count, float* t
   }
 }
 
-// As copy_columns, in pairs of what lies one above the other.
+// As copy_columns, in pairs of vertical neighbours.
 template <typename At>
 inline void copy_column_pairs(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
   int run;
@@ -243,11 +243,11 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
   std::vector<float> queries(size_t(padded) * depth), sums(size_t(padded) * width), keys(size_t(depth) * KEYS),
       values(size_t(KEYS) / Cell::numbers * width), scores(ROWS * KEYS), top(padded, LOWEST), total(padded);
   std::vector<bfloat16> weights(PAIRS ? ROWS * KEYS : 0);
-  std::vector<int64_t> place(padded);
+  std::vector<int64_t> position(padded);
   for (int row = 0; row < padded; ++row) {  // packed by ROWS: [padded / ROWS][depth][ROWS]
     const int like = std::min(row, num_rows - 1);
     const int64_t query = first + like / group, of = head * group + like % group;
-    place[row] = c.positions[query];
+    position[row] = c.positions[query];
     if (c.sinks) top[row] = c.sinks[of], total[row] = 1.0f;
     const T* from = q + (query * c.num_heads + of) * size;
     for (int d = 0; d < depth; ++d) {
@@ -269,8 +269,8 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
     return cache + c.block_table[n / layout.block_size] * layout.block + n % layout.block_size * layout.row +
            head * layout.head;
   };
-  const int64_t end = place[padded - 1] + 1;
-  const int64_t begin = c.window ? std::max<int64_t>(0, place[0] - c.window + 1) : 0;
+  const int64_t end = position[padded - 1] + 1;
+  const int64_t begin = c.window ? std::max<int64_t>(0, position[0] - c.window + 1) : 0;
   for (int64_t n = begin; n < end; n += KEYS) {
     const int count = int(std::min<int64_t>(KEYS, end - n));
     const auto key_at = [&](int i) { return at(k, c.keys, n + i); };
@@ -294,14 +294,14 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
     }
     std::fill(values.begin() + size_t((count + Cell::numbers - 1) / Cell::numbers) * width, values.end(), 0.0f);
     for (int row = 0; row < padded; row += ROWS) {
-      if (place[row + ROWS - 1] < n) continue;                          // all are past
-      if (c.window && place[row] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
+      if (position[row + ROWS - 1] < n) continue;                          // all are before n
+      if (c.window && position[row] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
       for (int col = 0; col < KEYS; col += 2 * W)
         product<false, Cell>(&queries[size_t(row) * depth], ROWS, 1, &keys[col], KEYS, depth, &scores[col], KEYS);
       for (int r = 0; r < ROWS; ++r) {
         float* s = &scores[r * KEYS];
         if (c.soft_cap) cap(s, KEYS, scale, c.soft_cap);
-        const int64_t seen = place[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
+        const int64_t seen = position[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
         for (int64_t i = std::max<int64_t>(0, seen); i < KEYS; ++i) s[i] = LOWEST;
         for (int64_t i = 0; i < std::min<int64_t>(unseen, KEYS); ++i) s[i] = LOWEST;
         if (seen <= 0 || unseen >= KEYS) {
@@ -390,13 +390,13 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int first, int 
 template <typename T>
 void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
   const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads);
-  const int64_t wanted = std::min(rows * c.num_kv_heads / (3 * num_threads()), MOST_SCORES / c.num_tokens);
+  const int64_t wanted = std::min(rows * c.num_kv_heads / (3 * num_threads()), MAX_SCORES / c.num_tokens);
   const int rows_each = std::max(2 * ROWS, int(wanted + ROWS - 1) / ROWS * ROWS);
   const int parts = int(rows + rows_each - 1) / rows_each, units = parts * int(c.num_kv_heads);
   const int teams = std::min(units, num_threads());
   std::vector<float> sums(size_t(teams) * c.num_tokens);
 #pragma omp parallel for schedule(static, 1)
-  for (int team = 0; team < teams; ++team)  // each its own units: sums don't depend on who is quicker
+  for (int team = 0; team < teams; ++team)  // each has its own units: sums don't depend on timing
     for (int i = team; i < units; i += teams)
       vote(c, (const T*)q, (const T*)k, i / parts, i % parts * rows_each, std::min(int(rows), (i % parts + 1) * rows_each),
            &sums[size_t(team) * c.num_tokens]);
@@ -411,10 +411,10 @@ struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
   const void *k, *v;
   const float *k_scale, *v_scale;
   const int64_t* slots;
-  const float *learned_k, *learned_v, *weights;
+  const float *shift_k, *shift_v, *weights;
   int64_t num_tokens, moved, start;
 };
-static_assert(sizeof(Chunk) == 11 * 8, "as the table has it");
+static_assert(sizeof(Chunk) == 11 * 8, "as in the table");
 
 struct Fuse {
   int64_t num_heads, size, pairs;
@@ -423,7 +423,7 @@ struct Fuse {
   Paged keys, values;
 };
 
-// x += weight * (R y), or x = R x where y is x and weight 1; c and s of `pairs`, s times `sign`.
+// Rotates x; c and s: `pairs` cosines and sines, the latter times `sign`.
 inline void turn(const Fuse& f, const float* c, const float* s, float sign, float* x) {
   if (f.neox)
     for (int64_t i = 0; i < f.pairs; ++i) {
@@ -442,8 +442,8 @@ inline void turn(const Fuse& f, const float* c, const float* s, float sign, floa
 template <typename S, typename T>
 void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64_t head, int64_t first, int64_t last) {
   const int64_t size = f.size;
-  std::vector<float> row(size), moved(size);
-  float *x = row.data(), *y = moved.data();
+  std::vector<float> row(size), shift(size);
+  float *x = row.data(), *y = shift.data();
   const int64_t distance = chunk.moved < 0 ? -chunk.moved : chunk.moved;
   const float sign = chunk.moved < 0 ? -1.0f : 1.0f;
   for (int64_t t = first; t < last; ++t) {
@@ -456,9 +456,9 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
     if (chunk.moved) turn(f, f.cos + distance * f.pairs, f.sin + distance * f.pairs, sign, x);
     const float weight = chunk.weights ? chunk.weights[t] : 0.0f;
     if (chunk.weights) {
-      const int64_t place = (chunk.start + t) * f.pairs;
-      std::memcpy(y, chunk.learned_k + head * size, size * sizeof(float));
-      turn(f, f.cos + place, f.sin + place, 1.0f, y);
+      const int64_t position = (chunk.start + t) * f.pairs;
+      std::memcpy(y, chunk.shift_k + head * size, size * sizeof(float));
+      turn(f, f.cos + position, f.sin + position, 1.0f, y);
       for (int64_t d = 0; d < size; ++d) x[d] += weight * y[d];
     }
     const int64_t block = slot / f.keys.block_size, line = slot % f.keys.block_size;
@@ -470,7 +470,7 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
     if (chunk.v_scale)
       for (int64_t d = 0; d < size; ++d) x[d] *= chunk.v_scale[head * chunk.num_tokens + t];
     if (chunk.weights)
-      for (int64_t d = 0; d < size; ++d) x[d] += weight * chunk.learned_v[head * size + d];
+      for (int64_t d = 0; d < size; ++d) x[d] += weight * chunk.shift_v[head * size + d];
     to = value_cache + block * f.values.block + line * f.values.row + head * f.values.head;
     for (int64_t d = 0; d < size; ++d) put(to + d, x[d]);
   }

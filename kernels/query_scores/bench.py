@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ragkv.kernels.operands import AttentionSpec
 from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 
 QUESTION = 32  # tokens
@@ -14,7 +15,7 @@ def main() -> None:
         q = torch.randn(QUESTION, HEADS, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         k = torch.randn(KV_HEADS, num_tokens, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         k_positions = torch.arange(num_tokens, device=DEVICE)
-        given = (q, k_positions[-QUESTION:], k, k_positions, HEAD_SIZE**-0.5)
+        given = (q, k_positions[-QUESTION:], k, k_positions, AttentionSpec(HEAD_SIZE**-0.5))
         runs = {each.name: partial(each.query_scores, *given) for each in kernels()}
         case = f"{num_tokens} tokens, {QUESTION} queries"
         measure("query_scores", case, runs, dict.fromkeys(runs, k.nbytes), "GB/s")

@@ -1,12 +1,13 @@
-"""`python -m ragkv.kernels.selective_attention.bench`: arithmetic per second of scattered queries, beside dense causal
-attention over the same context (torch's: flash attention on CUDA). Only what is done is counted: 4·Hq·D for each token
-that a query sees."""
+"""`python -m ragkv.kernels.selective_attention.bench`: arithmetic per second of scattered queries, next to dense causal
+attention over the same context (torch's: flash attention on CUDA). Only necessary work is counted: 4·Hq·D for each
+token that a query sees."""
 
 from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ragkv.kernels.operands import AttentionSpec, PagedKV
 from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 
 BLOCK_SIZE = 16
@@ -22,11 +23,11 @@ def main() -> None:
 
 def _bench(num_tokens: int, num_queries: int, dense: list[torch.Tensor]) -> None:
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    caches = torch.randn(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
+    k, v = torch.randn(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
     block_table = torch.randperm(num_blocks, device=DEVICE)
     positions = torch.randperm(num_tokens, device=DEVICE)[:num_queries].sort().values
     q = torch.randn(num_queries, HEADS, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
-    given = (q, positions, *caches, block_table, HEAD_SIZE**-0.5)
+    given = (q, positions, PagedKV(k, v, block_table), AttentionSpec(HEAD_SIZE**-0.5))
     runs = {each.name: partial(each.selective_attention, *given) for each in kernels()}
     each_seen = 4 * HEADS * HEAD_SIZE
     work = dict.fromkeys(runs, each_seen * float((positions + 1).sum()))

@@ -4,46 +4,38 @@ import torch
 import triton
 import triton.language as tl
 
+from ragkv.kernels.operands import AttentionSpec, PagedKV
+from ragkv.kernels.query_scores.triton_kernel import masked_scores
 from ragkv.kernels.tiles import tiles
 
 
-def selective_attention(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `selective_attention_reference`, in q's type. Nothing waits for the device."""
+def selective_attention(q: torch.Tensor, positions: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> torch.Tensor:
+    """Compute `selective_attention_reference`, in q's type. Doesn't wait for the device."""
     num_queries, num_heads, head_size = q.shape
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads = kv.k.shape[2]
     group = num_heads // num_kv_heads
-    q, positions, block_table = q.contiguous(), positions.contiguous(), block_table.contiguous()
+    q, positions, block_table = q.contiguous(), positions.contiguous(), kv.block_table.contiguous()
     out = torch.empty_like(q)
     sizes = tiles(head_size, q.dtype)
     sizes["BLOCK_M"] = max(sizes["BLOCK_M"], triton.next_power_of_2(group))
     _selective_attention[(triton.cdiv(num_queries, sizes["BLOCK_M"] // group), num_kv_heads)](
         q,
         positions,
-        key_cache,
-        value_cache,
+        kv.k,
+        kv.v,
         block_table,
-        None if sinks is None else sinks.contiguous(),
+        None if spec.sinks is None else spec.sinks.contiguous(),
         out,
         num_queries,
-        key_cache.shape[1],
-        scale,
-        soft_cap,
-        *key_cache.stride(),
-        *value_cache.stride(),
+        kv.block_size,
+        spec.scale,
+        spec.soft_cap,
+        *kv.k.stride(),
+        *kv.v.stride(),
         GROUP=group,
         HEAD_SIZE=head_size,
-        WINDOW=window or 0,
-        CAPPED=bool(soft_cap),
+        WINDOW=spec.sliding_window or 0,
+        CAPPED=bool(spec.soft_cap),
         **sizes,
     )
     return out
@@ -78,18 +70,19 @@ def _selective_attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A tile of queries with all heads of one KV head, (query, member of the group) rows: they read K and V once."""
+    """Compute a tile of queries for all heads of one KV head, in (query, member of the group) rows: K and V are read
+    once for all of them."""
     per_tile: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # the longest first
     row = tl.arange(0, BLOCK_M)
     query, head = tile * per_tile + row // GROUP, kv_head * GROUP + row % GROUP
-    there = (row < per_tile * GROUP) & (query < num_queries)
+    valid = (row < per_tile * GROUP) & (query < num_queries)
     d = tl.arange(0, BLOCK_D)
     at = (query * (tl.num_programs(1) * GROUP) + head)[:, None] * HEAD_SIZE + d[None, :]
-    inside = there[:, None] & (d < HEAD_SIZE)[None, :]
+    inside = valid[:, None] & (d < HEAD_SIZE)[None, :]
     x = tl.load(q + at, mask=inside, other=0.0)
-    place = tl.load(positions + query, mask=there, other=-1).to(tl.int32)
-    end, first = tl.max(place, 0) + 1, 0
+    position = tl.load(positions + query, mask=valid, other=-1).to(tl.int32)
+    end, first = tl.max(position, 0) + 1, 0
     if WINDOW:
         first = tl.maximum(tl.load(positions + tile * per_tile).to(tl.int32) - WINDOW + 1, 0)
 
@@ -97,7 +90,7 @@ def _selective_attention(
         top = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
     else:
-        top = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+        top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for begin in range(first, end, BLOCK_N):
@@ -107,13 +100,7 @@ def _selective_attention(
         filled = (n < end)[:, None] & (d < HEAD_SIZE)[None, :]
         keys = (block * key_block + line.to(tl.int64) * key_row + kv_head * key_head)[:, None]
         k = tl.load(key_cache + keys + (d * key_number)[None, :], mask=filled, other=0.0)
-        scores = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
-        if CAPPED:
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
-        seen = n[None, :] <= place[:, None]
-        if WINDOW:
-            seen &= n[None, :] > place[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = masked_scores(x, position, k, n, scale, soft_cap, WINDOW, CAPPED)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - new_top[:, None])
         faded = tl.exp(top - new_top)
@@ -122,5 +109,5 @@ def _selective_attention(
         v = tl.load(value_cache + values + (d * value_number)[None, :], mask=filled, other=0.0)
         sums = sums * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         top = new_top
-    result = sums / tl.where(there, total, 1.0)[:, None]
+    result = sums / tl.where(valid, total, 1.0)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ import torch
 from ragkv.engine.blocks import Blocks
 from ragkv.engine.forward import Attend, Forward
 from ragkv.kernels.dispatch import Kernels
+from ragkv.kernels.operands import AttentionSpec
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -41,20 +42,12 @@ def selective(forward: Forward, kernels: Kernels, blocks: Blocks, positions: tor
     """
 
     def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-        attention = forward.layers[layer]
-        return kernels.selective_attention(
-            q,
-            positions,
-            *blocks.caches(layer),
-            blocks.block_table,
-            attention.impl.scale,
-            attention.sliding_window,
-            soft_cap(attention),
-            getattr(attention.impl, "sinks", None),
-        )
+        return kernels.selective_attention(q, positions, blocks.kv(layer), attention_spec(forward.layers[layer]))
 
     return attend
 
 
-def soft_cap(layer: "Attention") -> float:
-    return getattr(layer.impl, "logits_soft_cap", None) or 0.0
+def attention_spec(layer: "Attention") -> AttentionSpec:
+    """Read from vLLM how a layer attends."""
+    soft_cap = getattr(layer.impl, "logits_soft_cap", None) or 0.0
+    return AttentionSpec(layer.impl.scale, layer.sliding_window, soft_cap, getattr(layer.impl, "sinks", None))

@@ -9,17 +9,16 @@ from typing import Protocol
 import torch
 
 from ragkv.engine.forward import Forward
-from ragkv.kernels.selective_attention import ordered
+from ragkv.kernels.operands import PagedKV
 
 
 class Blocks(Protocol):
-    """A paged cache of one request at a time. block_table: `[blocks]`; slots: `[N]`, of each position; int64 both."""
+    """A paged cache of one request at a time. slots: `[N]` int64, of each position."""
 
-    block_table: torch.Tensor
     slots: torch.Tensor
 
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V `[blocks, block_size, Hkv, D]`, by any strides."""
+    def kv(self, layer: int) -> PagedKV:
+        """Return where the layer's K and V are."""
         ...
 
     def keys(self, layer: int) -> torch.Tensor:
@@ -42,28 +41,28 @@ class ContiguousKV:
         """slots: `[N]`, the positions' slots in vLLM's blocks."""
         self._forward, self._vllm_slots = forward, slots
         self.slots = torch.arange(len(slots), device=forward.device)
-        self.block_table = torch.zeros(1, dtype=torch.int64, device=forward.device)
+        self._block_table = torch.zeros(1, dtype=torch.int64, device=forward.device)
         self._shape: tuple[int, ...] = ()
 
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def kv(self, layer: int) -> PagedKV:
         attention = self._forward.layers[layer]
         shape = (attention.num_kv_heads, len(self._vllm_slots), attention.head_size)
         if shape != self._shape:
             both = torch.empty((2, *shape), dtype=self._forward.dtype, device=self._forward.device)
             self._shape, self._k, self._v = shape, *both
-        return self._k.transpose(0, 1)[None], self._v.transpose(0, 1)[None]
+        return PagedKV(self._k.transpose(0, 1)[None], self._v.transpose(0, 1)[None], self._block_table)
 
     def keys(self, layer: int) -> torch.Tensor:
-        return self.caches(layer)[0][0].transpose(0, 1)
+        return self.kv(layer).k[0].transpose(0, 1)
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        for cache, fresh in zip(self.caches(layer), (k, v), strict=True):
-            cache[0, positions] = fresh
+        kv = self.kv(layer)
+        kv.k[0, positions], kv.v[0, positions] = k, v
 
     def flush(self, layer: int, first: int, end: int) -> None:
         if first < end:
-            k, v = (cache[0, first:end] for cache in self.caches(layer))
-            self._forward.write(layer, k, v, self._vllm_slots[first:end])
+            kv = self.kv(layer)
+            self._forward.write(layer, kv.k[0, first:end], kv.v[0, first:end], self._vllm_slots[first:end])
 
 
 class PagedBlocks:
@@ -77,13 +76,13 @@ class PagedBlocks:
         block_ids: torch.Tensor,
     ) -> None:
         self._forward, self._views, self.slots = forward, views, slots
-        self.block_table = block_ids.to(forward.device)
+        self._block_table = block_ids.to(forward.device)
 
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._views[layer]
+    def kv(self, layer: int) -> PagedKV:
+        return PagedKV(*self._views[layer], self._block_table)
 
     def keys(self, layer: int) -> torch.Tensor:
-        return ordered(self._views[layer][0], self.block_table, 0, len(self.slots))
+        return self.kv(layer).keys(len(self.slots))
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._forward.write(layer, k, v, self.slots[positions])

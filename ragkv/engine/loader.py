@@ -119,14 +119,12 @@ class KVLoader:
         slots: `[N]`, of every position; negative ones aren't written. shifts: for each span, how far to move its KV.
         """
         staged = []
-        for item in loaded:
+        for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
             kv, own = item.kv, slots[item.span.start : item.span.end]
-            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale))
-        rotation, caches = self.rotations[layer], blocks.caches(layer)
+            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift))
+        rotation, paged = self.rotations[layer], blocks.kv(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
-            which = [i for i, chunk in enumerate(staged) if chunk.k.dtype == dtype]
-            their_shifts = [shifts[i] for i in which] if shifts else None
-            self.kernels.kv_fuse([staged[i] for i in which], rotation, *caches, their_shifts)
+            self.kernels.kv_fuse([chunk for chunk in staged if chunk.k.dtype == dtype], rotation, paged)
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
         """Delete a damaged record, so that nobody reads it again and it is precomputed anew."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from ragkv.engine.attention import soft_cap
+from ragkv.engine.attention import attention_spec
 from ragkv.engine.filler import LayerView
 from ragkv.engine.loader import KVLoader, LoadedSpan
 from ragkv.engine.positions import rows_in
@@ -42,16 +42,9 @@ class Votes:
         return attention * self._cached, votes * self._cached
 
     def _vote(self, view: LayerView) -> None:
-        attention = self._loader.forward.layers[view.layer]
-        scores = self._loader.kernels.query_scores(
-            view.q[self._voters],
-            self._positions,
-            view.keys,
-            view.key_positions,
-            attention.impl.scale,
-            attention.sliding_window,
-            soft_cap(attention),
-        )
+        spec = attention_spec(self._loader.forward.layers[view.layer])
+        q = view.q[self._voters]
+        scores = self._loader.kernels.query_scores(q, self._positions, view.keys, view.key_positions, spec)
         self._attention += scores
         for item, weight in zip(view.loaded, _v_stds(view.loaded), strict=True):
             part = slice(item.span.start, item.span.end)

@@ -52,11 +52,11 @@ def test_a_backend_s_layout_is_found_by_what_it_writes(layout):
     backend = Backend(*LAYOUTS[layout])
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:11]
     blocks = PagedBlocks(backend, find_views(backend), slots, torch.arange(NUM_BLOCKS))
-    key_cache, value_cache = blocks.caches(0)
-    assert key_cache.shape == value_cache.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
+    kv = blocks.kv(0)
+    assert kv.k.shape == kv.v.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
     k, v = torch.randn(2, 11, HEADS, SIZE)
     blocks.put(0, torch.arange(11), k, v)
-    for found, cache, expected in zip(backend.read(slots), (key_cache, value_cache), (k, v), strict=True):
+    for found, cache, expected in zip(backend.read(slots), (kv.k, kv.v), (k, v), strict=True):
         assert torch.equal(found, expected)
         assert torch.equal(cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE], expected)
 

@@ -5,6 +5,7 @@ Prints a line of JSON for each: its name, and how many bytes of shared memory it
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
 from ragkv.kernels.kv_fuse import KVShift, Staged
 from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
+from ragkv.kernels.operands import AttentionSpec, PagedKV
 from ragkv.kernels.query_scores.triton_kernel import query_scores
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.selective_attention.triton_kernel import selective_attention
@@ -47,17 +49,19 @@ def compile_all(head_size, dtype, stored, **options):
     k, positions = torch.zeros(KV_HEADS, TOKENS, head_size).to(stored), torch.arange(5)
     scales = (torch.ones(KV_HEADS, 1, head_size), torch.ones(KV_HEADS, TOKENS, 1)) if stored.itemsize == 1 else ()
     cache, angles = torch.zeros(3, 16, KV_HEADS, head_size, dtype=dtype), torch.zeros(TOKENS, head_size // 2)
+    kv, spec = PagedKV(cache, cache, torch.arange(3)), AttentionSpec(0.1, **options)
     mean = torch.zeros(KV_HEADS, head_size)
-    shifts = KVShift(mean, mean, torch.ones(TOKENS), 0)
-    chunk = Staged(k, k, torch.arange(TOKENS), 3, *scales)
-    kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), cache, cache, [shifts])
+    shift = KVShift(mean, mean, torch.ones(TOKENS), 0)
+    k_scale, v_scale = scales or (None, None)
+    chunk = Staged(k, k, torch.arange(TOKENS), 3, k_scale, v_scale, shift)
+    kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), kv)
     kv_deviation(fresh, k.to(dtype), positions)
-    query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), 0.1, **options)
+    query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), spec)
     sinks = torch.zeros(HEADS) if options else None
-    selective_attention(q, positions, cache, cache, torch.arange(3), 0.1, sinks=sinks, **options)
+    selective_attention(q, positions, kv, replace(spec, sinks=sinks))
 
 
 driver.set_active(Absent())
 JITFunction.__getitem__ = compile_only
-compile_all(128, torch.bfloat16, torch.float8_e4m3fn, window=30, soft_cap=3.0)
+compile_all(128, torch.bfloat16, torch.float8_e4m3fn, sliding_window=30, soft_cap=3.0)
 compile_all(256, torch.float32, torch.float32)

@@ -1,11 +1,14 @@
 """Every implementation of `kv_fuse` against the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from implementations import DEVICE, TOLERANCE, implementations
 from rope_reference import table
 
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
+from ragkv.kernels.operands import PagedKV
 from ragkv.kernels.rotation import Rotation
 
 BLOCK_SIZE = 16
@@ -15,8 +18,13 @@ LAYOUTS = ("NHD", "NHD by block", "HND", "one block")
 every_implementation = pytest.mark.parametrize("kv_fuse", implementations("kv_fuse", "triton", "native"))
 
 
+def paged(layout, num_blocks, num_heads, head_size, dtype):
+    """A NaN-filled cache, its blocks in order."""
+    return PagedKV(*caches(layout, num_blocks, num_heads, head_size, dtype), torch.arange(num_blocks, device=DEVICE))
+
+
 def caches(layout, num_blocks, num_heads, head_size, dtype):
-    """Keys' and values', NaN-filled, as `[blocks, block_size, Hkv, D]`, in the layouts of vLLM's backends and, as one
+    """K and V, NaN-filled, as `[blocks, block_size, Hkv, D]`, in the layouts of vLLM's backends and, as one
     block, in a chunk's own."""
     match layout:
         case "NHD":
@@ -66,24 +74,24 @@ def request(lengths, num_heads, head_size, stored):
     return [staged(generator, part, num_heads, head_size, stored, moves[i % 3]) for i, part in parts], num_blocks
 
 
-def lessons(chunks):
-    """What recomputed tokens teach, of every chunk but the second."""
-    generator, shifts, start = torch.Generator().manual_seed(1), [], 0
+def shifted(chunks):
+    """Every chunk but the second with a mean shift."""
+    generator, found, start = torch.Generator().manual_seed(1), [], 0
     for chunk in chunks:
         num_heads, num_tokens, head_size = chunk.k.shape
         k, v = (torch.randn(num_heads, head_size, generator=generator).to(DEVICE) for _ in range(2))
         weights = torch.rand(num_tokens, generator=generator).to(DEVICE)
-        shifts.append(None if len(shifts) == 1 else KVShift(k, v, weights, start))
+        found.append(chunk if len(found) == 1 else replace(chunk, shift=KVShift(k, v, weights, start)))
         start += num_tokens
-    return shifts
+    return found
 
 
-def check(kv_fuse, chunks, turning, layout, num_blocks, dtype, shifts=None):
+def check(kv_fuse, chunks, turning, layout, num_blocks, dtype):
     num_heads, _, head_size = chunks[0].k.shape
-    found, expected = (caches(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
-    kv_fuse(chunks, turning, *found, shifts)
-    kv_fuse_reference(chunks, turning, *expected, shifts)
-    for one, other in zip(found, expected, strict=True):
+    found, expected = (paged(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
+    kv_fuse(chunks, turning, found)
+    kv_fuse_reference(chunks, turning, expected)
+    for one, other in ((found.k, expected.k), (found.v, expected.v)):
         assert torch.equal(one.isnan(), other.isnan())  # all that is to be is written, and nothing else
         torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
 
@@ -101,7 +109,7 @@ def test_types_and_layouts(kv_fuse, dtype, stored, layout):
 def test_keys_by_columns(kv_fuse):
     """As vLLM has them on CPU."""
     chunks, num_blocks = request([33, 1], 2, 64, torch.float32)
-    check(kv_fuse, chunks, rotation(64, True), "K by columns", num_blocks, torch.float32, lessons(chunks))
+    check(kv_fuse, shifted(chunks), rotation(64, True), "K by columns", num_blocks, torch.float32)
 
 
 @every_implementation
@@ -116,16 +124,16 @@ def test_a_cache_of_another_type_than_stored(kv_fuse, stored):
 @pytest.mark.parametrize("head_size, rotated, neox", ROTATIONS)
 def test_heads_and_rotations(kv_fuse, num_heads, head_size, rotated, neox):
     chunks, num_blocks = request([2, 6], num_heads, head_size, torch.float32)
-    check(kv_fuse, chunks, rotation(rotated, neox), "NHD", num_blocks, torch.float32, lessons(chunks))
+    check(kv_fuse, shifted(chunks), rotation(rotated, neox), "NHD", num_blocks, torch.float32)
 
 
 @every_implementation
 @pytest.mark.parametrize("lengths, stored", [([1], torch.float32), ([500], torch.int8), ([63, 33, 1], torch.float32)])
 @pytest.mark.parametrize("neox", [True, False, None])
-def test_what_recomputed_tokens_teach(kv_fuse, lengths, neox, stored):
+def test_mean_shifts_of_recomputed_tokens(kv_fuse, lengths, neox, stored):
     chunks, num_blocks = request(lengths, 2, 64, stored)
     turning = None if neox is None else rotation(64, neox)
-    check(kv_fuse, chunks, turning, "NHD", num_blocks, torch.float32, lessons(chunks))
+    check(kv_fuse, shifted(chunks), turning, "NHD", num_blocks, torch.float32)
 
 
 @every_implementation
@@ -142,31 +150,32 @@ def test_every_code_of_e4m3_is_exact(kv_fuse):
     codes[[0x7F, 0xFF]] = 0  # NaN
     stored = codes.view(torch.float8_e4m3fn).view(1, 4, 64)
     ones = (torch.ones(1, *shape, device=DEVICE) for shape in ((1, 64), (4, 1)))
-    found = caches("NHD", 1, 1, 64, torch.float32)
-    kv_fuse([Staged(stored, stored.flip(1), torch.arange(4, device=DEVICE), 0, *ones)], None, *found)
-    assert torch.equal(found[0][0, :4, 0], stored[0].float())
-    assert torch.equal(found[1][0, :4, 0], stored.flip(1)[0].float())
+    found = paged("NHD", 1, 1, 64, torch.float32)
+    kv_fuse([Staged(stored, stored.flip(1), torch.arange(4, device=DEVICE), 0, *ones)], None, found)
+    assert torch.equal(found.k[0, :4, 0], stored[0].float())
+    assert torch.equal(found.v[0, :4, 0], stored.flip(1)[0].float())
 
 
 @every_implementation
 def test_caches_larger_than_32_bits_can_count(kv_fuse):
     """Two blocks of a cache between which there are 2^31 numbers, in memory that is never touched."""
     memory = torch.empty((1 << 31) + 8192, dtype=torch.float16, device=DEVICE)
-    key_cache, value_cache = (
-        memory.as_strided((2, BLOCK_SIZE, 2, 64), (1 << 31, 128, 64, 1), begin) for begin in (0, 4096)
+    kv = PagedKV(
+        *(memory.as_strided((2, BLOCK_SIZE, 2, 64), (1 << 31, 128, 64, 1), begin) for begin in (0, 4096)),
+        torch.arange(2),
     )
     slots = torch.tensor([3, 2 * BLOCK_SIZE - 1])
     chunk = staged(torch.Generator().manual_seed(0), slots, 2, 64, torch.float16, 9)
-    kv_fuse([chunk], None, key_cache, value_cache)
-    for cache, x in ((key_cache, chunk.k), (value_cache, chunk.v)):
+    kv_fuse([chunk], None, kv)
+    for cache, x in ((kv.k, chunk.k), (kv.v, chunk.v)):
         assert torch.equal(cache[0, 3], x[:, 0])
         assert torch.equal(cache[-1, -1], x[:, 1])
 
 
 @every_implementation
 def test_nothing_to_write(kv_fuse):
-    found = caches("NHD", 1, 2, 64, torch.float32)
+    found = paged("NHD", 1, 2, 64, torch.float32)
     nothing = Staged(torch.empty(2, 0, 64), torch.empty(2, 0, 64), torch.empty(0, dtype=torch.int64))
-    kv_fuse([], None, *found)
-    kv_fuse([nothing], None, *found)
-    assert all(cache.isnan().all() for cache in found)
+    kv_fuse([], None, found)
+    kv_fuse([nothing], None, found)
+    assert found.k.isnan().all() and found.v.isnan().all()

@@ -1,13 +1,16 @@
 """`query_scores`: the definition row by row in float64, every implementation against the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from implementations import DEVICE, implementations
 
+from ragkv.kernels.operands import AttentionSpec
 from ragkv.kernels.query_scores import query_scores_reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # sums of many rows
-OPTIONS = [{}, {"window": 40}, {"soft_cap": 5.0}, {"window": 25, "soft_cap": 2.0}]
+OPTIONS = [{}, {"sliding_window": 40}, {"soft_cap": 5.0}, {"sliding_window": 25, "soft_cap": 2.0}]
 
 every_implementation = pytest.mark.parametrize("scores", implementations("query_scores", "triton", "native", "torch"))
 
@@ -19,14 +22,22 @@ def case(num_tokens, num_queries, num_heads, num_kv_heads, head_size, dtype=torc
     q = torch.randn(num_queries, num_heads, head_size, generator=generator)
     k_positions = torch.randperm(num_tokens, generator=generator)
     q_positions = torch.arange(num_tokens - num_queries, num_tokens)
-    return q.to(DEVICE, dtype), q_positions.to(DEVICE), k.to(DEVICE, dtype), k_positions.to(DEVICE), head_size**-0.5
+    return (
+        q.to(DEVICE, dtype),
+        q_positions.to(DEVICE),
+        k.to(DEVICE, dtype),
+        k_positions.to(DEVICE),
+        AttentionSpec(head_size**-0.5),
+    )
 
 
 def check(scores, case, **options):
-    found = scores(*case, **options)
+    *operands, spec = case
+    case = (*operands, replace(spec, **options))
+    found = scores(*case)
     assert found.dtype == torch.float32
     tolerance = TOLERANCE[case[0].dtype]
-    torch.testing.assert_close(found, query_scores_reference(*case, **options), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found, query_scores_reference(*case), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(float(found.sum()), float(case[0][..., 0].numel()), atol=0, rtol=tolerance)
 
 
@@ -34,18 +45,19 @@ def check(scores, case, **options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_definition(num_heads, num_kv_heads, options):
     """One query and one head at a time, in float64."""
-    q, q_positions, k, k_positions, scale = given = case(107, 9, num_heads, num_kv_heads, 64)
+    q, q_positions, k, k_positions, spec = case(107, 9, num_heads, num_kv_heads, 64)
     votes = torch.zeros(107, dtype=torch.float64, device=DEVICE)
-    window, soft_cap = options.get("window"), options.get("soft_cap")
+    window, soft_cap = options.get("sliding_window"), options.get("soft_cap")
     for i, at in enumerate(q_positions):
         for head in range(num_heads):
-            scores = k[head * num_kv_heads // num_heads].double() @ q[i, head].double() * scale
+            scores = k[head * num_kv_heads // num_heads].double() @ q[i, head].double() * spec.scale
             scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
             visible = k_positions <= at
             if window is not None:
                 visible &= k_positions > at - window
             votes += torch.softmax(scores.masked_fill(~visible, -torch.inf), 0)
-    torch.testing.assert_close(query_scores_reference(*given, **options).double(), votes, atol=1e-5, rtol=1e-5)
+    found = query_scores_reference(q, q_positions, k, k_positions, replace(spec, **options))
+    torch.testing.assert_close(found.double(), votes, atol=1e-5, rtol=1e-5)
 
 
 @every_implementation
@@ -96,11 +108,11 @@ def test_keys_larger_than_32_bits_can_count(scores):
 @every_implementation
 def test_keys_that_nobody_has_written_are_not_seen(scores):
     """Their positions are behind every query, their numbers may be anything."""
-    q, q_positions, k, k_positions, scale = case(200, 12, 6, 2, 64)
+    q, q_positions, k, k_positions, spec = case(200, 12, 6, 2, 64)
     unknown = k_positions < 40
     k[:, unknown] = torch.nan
-    found = scores(q, q_positions, k, k_positions.masked_fill(unknown, (1 << 31) - 1), scale)
+    found = scores(q, q_positions, k, k_positions.masked_fill(unknown, (1 << 31) - 1), spec)
     expected = torch.zeros_like(found)
     known = ~unknown
-    expected[known] = query_scores_reference(q, q_positions, k[:, known], k_positions[known], scale)
+    expected[known] = query_scores_reference(q, q_positions, k[:, known], k_positions[known], spec)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

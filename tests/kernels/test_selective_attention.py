@@ -6,6 +6,7 @@ import pytest
 import torch
 from implementations import DEVICE, TOLERANCE, implementations
 
+from ragkv.kernels.operands import AttentionSpec, PagedKV
 from ragkv.kernels.selective_attention import selective_attention_reference
 
 BLOCK_SIZE = 16
@@ -27,12 +28,11 @@ class Case:
     def expected(self, **options):
         """By the definition, K and V as one block."""
         one_block = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        caches = (x.transpose(0, 1)[None] for x in (self.k, self.v))
-        return selective_attention_reference(self.q, self.positions, *caches, one_block, self.scale, **options)
+        kv = PagedKV(*(x.transpose(0, 1)[None] for x in (self.k, self.v)), one_block)
+        return selective_attention_reference(self.q, self.positions, kv, self.spec(**options))
 
-    @property
-    def scale(self):
-        return self.q.shape[-1] ** -0.5
+    def spec(self, **options):
+        return AttentionSpec(self.q.shape[-1] ** -0.5, **options)
 
     def paged(self, layout="NHD", window=None):
         """K and V in blocks at random, NaN wherever no query looks; and where they are."""
@@ -59,7 +59,7 @@ class Case:
         places = torch.arange(first, int(self.positions[-1]) + 1, device=DEVICE)
         for cache, x in zip(caches, (self.k, self.v), strict=True):
             cache[table[places // BLOCK_SIZE], places % BLOCK_SIZE] = x[:, places].transpose(0, 1)
-        return *caches, table
+        return PagedKV(*caches, table)
 
 
 def case(num_tokens, num_queries, num_heads, num_kv_heads, head_size, dtype=torch.float32):
@@ -71,7 +71,7 @@ def case(num_tokens, num_queries, num_heads, num_kv_heads, head_size, dtype=torc
 
 
 def check(attention, case, layout="NHD", **options):
-    found = attention(case.q, case.positions, *case.paged(layout, options.get("window")), case.scale, **options)
+    found = attention(case.q, case.positions, case.paged(layout, options.get("sliding_window")), case.spec(**options))
     assert found.dtype == case.q.dtype
     tolerance = TOLERANCE[found.dtype]
     torch.testing.assert_close(found.float(), case.expected(**options), atol=tolerance, rtol=tolerance)
@@ -111,7 +111,10 @@ def test_more_heads_than_rows_of_a_tile(attention):
 
 
 @every_implementation
-@pytest.mark.parametrize("options", [{"window": 1}, {"window": 40}, {"soft_cap": 2.0}, {"window": 90, "soft_cap": 5.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"sliding_window": 1}, {"sliding_window": 40}, {"soft_cap": 2.0}, {"sliding_window": 90, "soft_cap": 5.0}],
+)
 def test_windows_and_soft_caps(attention, options):
     scattered = case(200, 60, 6, 2, 64)
     late = scattered.positions >= 100  # the first tokens are in no window
@@ -119,7 +122,7 @@ def test_windows_and_soft_caps(attention, options):
 
 
 @every_implementation
-@pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 5.0}])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "soft_cap": 5.0}])
 def test_sinks(attention, options):
     sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0, 0.5, 9.0], device=DEVICE)
     check(attention, case(150, 50, 6, 2, 64), sinks=sinks, **options)
@@ -127,7 +130,7 @@ def test_sinks(attention, options):
 
 @every_implementation
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("options", [{}, {"window": 50}])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}])
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_keys_by_columns(attention, dtype, options, head_size):
     """As vLLM has them on CPU."""
@@ -155,15 +158,15 @@ def test_caches_larger_than_32_bits_can_count(attention):
     caches = [memory.as_strided((2, BLOCK_SIZE, 2, 64), (1 << 31, 128, 64, 1), begin) for begin in (0, 4096)]
     for cache, x in zip(caches, (some.k, some.v), strict=True):
         cache.copy_(x.view(2, 2, BLOCK_SIZE, 64).permute(1, 2, 0, 3))
-    found = attention(some.q, some.positions, *caches, torch.tensor([0, 1], device=DEVICE), some.scale)
+    found = attention(some.q, some.positions, PagedKV(*caches, torch.tensor([0, 1], device=DEVICE)), some.spec())
     torch.testing.assert_close(found.float(), some.expected(), atol=4e-3, rtol=4e-3)
 
 
 @every_implementation
 def test_later_tokens_are_not_seen(attention):
     some = case(200, 20, 4, 2, 64)
-    before = attention(some.q, some.positions, *some.paged(), some.scale)
+    before = attention(some.q, some.positions, some.paged(), some.spec())
     some.k[:, int(some.positions[7]) + 1 :] = 100.0
-    after = attention(some.q, some.positions, *some.paged(), some.scale)
+    after = attention(some.q, some.positions, some.paged(), some.spec())
     assert torch.equal(before[:8], after[:8])
     assert not torch.equal(before[8:], after[8:])

@@ -3,6 +3,7 @@ import torch
 from rope_reference import rope, table
 
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
+from ragkv.kernels.operands import PagedKV
 from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.shift import DAMPING, averaging, mean_shifts, shift_weights
 
@@ -10,7 +11,7 @@ START, SIZE = 37, 64
 
 
 def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
-    """As the engine does it: keys rotated back, what they teach fused. k, fresh_k: at their places."""
+    """As the engine does it: keys rotated back, their mean shift fused. k, fresh_k: at their positions."""
 
     def back(keys):
         return keys.float() if rotation is None else rotation.rotate(keys.float(), -(start + offsets))
@@ -20,11 +21,12 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
     )
     mean_shift = KVShift(mean_k, mean_v, weights, start)
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
-    kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]))], rotation, *caches, [mean_shift])
-    return [cache[0].transpose(0, 1) for cache in caches]
+    kv = PagedKV(*caches, torch.zeros(1, dtype=torch.int64))
+    kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]), shift=mean_shift)], rotation, kv)
+    return kv.keys(k.shape[1]), kv.values(k.shape[1])
 
 
-def test_each_chunk_learns_from_its_own_tokens():
+def test_each_chunk_shifts_by_its_own_tokens():
     fresh, cached = torch.randn(2, 2, 9, SIZE)
     for (k, v), part in zip(
         mean_shifts(fresh, cached, cached, fresh, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True
@@ -35,7 +37,7 @@ def test_each_chunk_learns_from_its_own_tokens():
 
 
 def definition(k, v, fresh_k, fresh_v, offsets, weights, rotated, neox):
-    """Token by token, in float64: unrotate, take the mean of the differences, rotate to each place."""
+    """Token by token, in float64: unrotate, take the mean of the differences, rotate to each position."""
     positions, weights = START + torch.arange(k.shape[1]), weights.double()[:, None]
     differences = rope(fresh_k - k[:, offsets], -positions[offsets], rotated, neox)
     mean = differences.mean(1, keepdim=True)
@@ -79,7 +81,7 @@ def test_keys_without_positions_move_like_values():
     assert torch.equal(found_k, found_v)
 
 
-def test_weights_follow_the_spread_and_are_bounded():
+def test_weights_follow_v_std_and_are_bounded():
     v_std = torch.tensor([0.0, 1.0, 2.0, 100.0])
     offsets = torch.tensor([1])
     part = 1 / (1 + DAMPING)
