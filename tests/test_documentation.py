@@ -2,9 +2,13 @@
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from ragkv.config import Config
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("deploy", "docs", "evals", "kernels", "ragkv", "requirements", "retriever", "store", "tests")
@@ -12,6 +16,7 @@ PAGES = sorted(
     ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).splitlines()
 )
 MADE_BY_USERS = ("deploy/.env", "deploy/ragkv.env")
+FILE_ENDINGS = (".db", ".faiss", ".json", ".lock", ".py")
 HISTORY = ("CHANGELOG.md", "docs/log/")  # what they name was there when they were written
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -70,6 +75,22 @@ def test_files_and_modules_that_are_named_exist(page):
         if not exists:
             missing.append(text)
     assert not missing
+
+
+def settings(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of the settings, of sections too."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from settings(field.annotation, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page_id(page).startswith(HISTORY)], ids=page_id)
+def test_settings_that_are_named_exist(page):
+    known = set(settings(Config))
+    sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
+    named = [text for text in _CODE.findall(prose(page)) if re.fullmatch(rf"({sections})\.[a-z_]+", text)]
+    assert not [text for text in named if text not in known and not text.endswith(FILE_ENDINGS)]
 
 
 def test_the_tree_in_the_readme_exists():
