@@ -25,9 +25,10 @@ from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import load_of, measure
-from ragkv.controller.requests import Bench, rig, without
+from ragkv.controller.requests import Bench, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
+from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.routing import plan_task

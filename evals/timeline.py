@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.config import Config
-from ragkv.controller.requests import Timed, rig
+from ragkv.controller.requests import Timed
+from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore

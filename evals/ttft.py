@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from ragkv.config import Config
-from ragkv.controller.requests import Bench, Timed, rig
+from ragkv.controller.requests import Bench, Timed
 from ragkv.engine.task import FuseTask
+from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 

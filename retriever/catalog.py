@@ -20,7 +20,6 @@ from ragkv.retriever.hashing import chunk_hash
 
 APPLICATION_ID = 0x7261676B  # "ragk"
 BUSY_TIMEOUT_S = 60
-BATCH = 256
 
 # Entry i brings a file from version i to i + 1 (PRAGMA user_version). Never edit an entry that was released: append.
 MIGRATIONS = (
@@ -187,16 +186,14 @@ class Catalog:
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
         """Return titles by id, of those of these documents that the catalogue has."""
-        rows = self._rows("SELECT id, title FROM documents WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
+        rows = self._rows_in("SELECT id, title FROM documents WHERE id", ids)
         return {str(id): str(title) for id, title in rows}
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
         """Return the chunks in the order of `ids`, without deleted ones."""
         ids = [int(id) for id in ids]
-        found = {
-            row[0]: row for row in self._rows(f"{_CHUNK} WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
-        }
-        return [_chunk(found[id]) for id in ids if id in found]
+        row_of = {row[0]: row for row in self._rows_in(f"{_CHUNK} WHERE id", ids)}
+        return [_chunk(row_of[id]) for id in ids if id in row_of]
 
     def document_chunks(self, id: str) -> list[Chunk]:
         """Return the document's chunks in their order; none if it isn't in the catalogue."""
@@ -207,17 +204,10 @@ class Catalog:
         rows = self._rows(f"{_CHUNK} WHERE hash = ? LIMIT 1", hash)
         return _chunk(rows[0]) if rows else None
 
-    def iter_chunks(self) -> Iterator[Chunk]:
-        """Yield all chunks by id. Reads in batches and holds no lock between them: changes made meanwhile may show."""
-        last = 0
-        while rows := self._rows(f"{_CHUNK} WHERE id > ? ORDER BY id LIMIT ?", last, BATCH):
-            yield from map(_chunk, rows)
-            last = rows[-1][0]
-
     def num_tokens(self, hashes: Iterable[str]) -> dict[str, int]:
         """Return the lengths in tokens, by hash, of those of these chunks that the catalogue has."""
-        query = "SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash IN (SELECT value FROM json_each(?))"
-        return {str(hash): int(length) for hash, length in self._rows(query, _json(set(hashes)))}
+        rows = self._rows_in("SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash", set(hashes))
+        return {str(hash): int(length) for hash, length in rows}
 
     def chunk_ids(self) -> set[int]:
         return {row[0] for row in self._rows("SELECT id FROM chunks")}
@@ -228,18 +218,17 @@ class Catalog:
     def unreferenced(self, hashes: Iterable[str]) -> set[str]:
         """Return those of `hashes` that no chunk of any document has."""
         hashes = set(hashes)
-        rows = self._rows("SELECT hash FROM chunks WHERE hash IN (SELECT value FROM json_each(?))", _json(hashes))
-        return hashes - {row[0] for row in rows}
+        return hashes - {row[0] for row in self._rows_in("SELECT hash FROM chunks WHERE hash", hashes)}
 
     def vectors(self, ids: Iterable[int]) -> tuple[list[int], npt.NDArray[np.float32]]:
         """Return those of `ids` that aren't deleted, and their vectors `[n, dim]` in the same order."""
-        rows = self._rows("SELECT id, vector FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids))
+        rows = self._rows_in("SELECT id, vector FROM chunks WHERE id", ids)
         vectors = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
         return [row[0] for row in rows], vectors.reshape(len(rows), -1) if rows else vectors.reshape(0, 0)
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
         """Return texts by id, of those of `ids` that aren't deleted."""
-        return dict(self._rows("SELECT id, text FROM chunks WHERE id IN (SELECT value FROM json_each(?))", _json(ids)))
+        return dict(self._rows_in("SELECT id, text FROM chunks WHERE id", ids))
 
     def get_setting(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM settings WHERE name = ?", name)
@@ -297,6 +286,10 @@ class Catalog:
         with self._translated(), self._lock:
             return self._db.execute(query, parameters).fetchall()
 
+    def _rows_in(self, query: str, values: Iterable[int] | Iterable[str]) -> list[Any]:
+        """Run a query that ends in a column's name, for the rows that have one of `values` there."""
+        return self._rows(f"{query} IN (SELECT value FROM json_each(?))", json.dumps(list(values)))
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._translated(), self._lock:
@@ -333,7 +326,3 @@ def _remedy(error: Exception) -> str:
 def _chunk(row: Sequence[Any]) -> Chunk:
     id, document_id, ordinal, text, token_ids, hash = row
     return Chunk(id, document_id, ordinal, text, tuple(np.frombuffer(token_ids, "<i4").tolist()), hash)
-
-
-def _json(values: Iterable[int] | Iterable[str]) -> str:
-    return json.dumps(list(values))

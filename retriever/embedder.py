@@ -71,7 +71,7 @@ class Embedder:
         return np.asarray(encoding.result(), np.float32)
 
     def _measure_window(self) -> int | None:
-        """Return how many tokens of text fit into one pass beside special tokens and prompt; None for no limit."""
+        """Return how many tokens of text fit into one pass next to special tokens and prompt; None for no limit."""
         limit = self._model.max_seq_length
         if limit is None:
             return None

@@ -7,9 +7,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-NEAREST: Final = (
-    "behind nearest"  # names the contexts that an index averages over: after each chunk's nearest neighbours
-)
+NEAREST: Final = "behind nearest"  # contexts that an index averages over: after the nearest neighbours
 
 
 def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:

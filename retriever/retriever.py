@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log/2026-11.md
 _NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
-_NUM_VECTORS = 1024  # questions that are asked again as a conversation goes on
+_NUM_VECTORS = 1024  # questions, which come again with each turn of a conversation
 _RRF = 60  # Cormack, Clarke, Büttcher: Reciprocal Rank Fusion outperforms Condorcet, SIGIR 2009
 
 Vector = npt.NDArray[np.float32]

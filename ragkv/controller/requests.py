@@ -1,27 +1,21 @@
 """Requests for measuring: prompts of known parts, precomputed and timed on a running engine."""
 
-import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from ragkv import models
 from ragkv.chunk_kv import ChunkKV
-from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask, Report
-from ragkv.errors import ConfigError, ModelError
+from ragkv.errors import ConfigError
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.base import KVStore
-from ragkv.store.segment_store import SegmentStore
 
 QUESTION = "Which statement is used to handle an exception, and what does its else clause do?"
 
@@ -76,43 +70,6 @@ class Bench:
             ttft_ms = ttft_ms or 1e3 * (time.perf_counter() - begin)
             report = output.report or report
         return Timed(ttft_ms, report)
-
-
-@dataclass(frozen=True)
-class Rig:
-    """An engine that runs on an empty store, for measuring."""
-
-    engine: Engine
-    store: SegmentStore
-    kv: ChunkKV
-    layout: PromptLayout
-    model: Path
-
-    def bench(self, chunk_tokens: int) -> Bench:
-        return Bench(self.engine, self.layout, self.model, self.kv, self.store, chunk_tokens)
-
-
-@asynccontextmanager
-async def rig(
-    config: Config, num_contexts: int, store_options: Mapping[str, Any], **engine_args: Any
-) -> AsyncGenerator[Rig, None]:
-    """Start the configured model on a store in a temporary folder, for as long as the context lasts.
-
-    engine_args: passed to vLLM. Raises ModelError for a model that can't be loaded or fused.
-    """
-    model, fingerprint = models.resolve(config.model.name, config.home), "0" * 32
-    layout = PromptLayout(model)
-    with tempfile.TemporaryDirectory(prefix="ragkv-eval-") as folder:
-        engine = await Engine.start(model, config.model, Path(folder), fingerprint, store_options, **engine_args)
-        try:
-            if engine.unsupported:
-                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            with closing(SegmentStore(Path(folder))) as store:
-                yield Rig(
-                    engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts), layout, model
-                )
-        finally:
-            await engine.close()
 
 
 def text_tokens(model: Path, num_tokens: int) -> list[int]:

@@ -12,21 +12,13 @@ _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86, x86, Arm
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
     """Return the processor's instruction sets, as Linux spells them; none where Linux doesn't say."""
-    try:
-        found = re.search(r"^(flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        return set()
-    return set(found[2].split()) if found else set()
+    return set(_cpuinfo("flags|Features", cpuinfo).split())
 
 
 def machine(cpuinfo: Path = CPUINFO) -> str:
     """Describe the processor, the cores that this process may use, and the GPUs that the driver knows."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
     gpus = [re.findall(r"Model:\s*(.*)", file.read_text()) for file in sorted(_NVIDIA.glob("*/information"))]
-    cpu = f"{len(os.sched_getaffinity(0))} cores of {found[1] if found else 'an unknown processor'}"
+    cpu = f"{len(os.sched_getaffinity(0))} cores of {_cpuinfo('model name', cpuinfo) or 'an unknown processor'}"
     return ", ".join([cpu, *(name for names in gpus for name in names)])
 
 
@@ -37,3 +29,12 @@ def native_dtype(cpuinfo: Path = CPUINFO) -> str:
     except metadata.PackageNotFoundError:
         return "bfloat16"
     return "bfloat16" if cpu_flags(cpuinfo) & _BFLOAT16_FLAGS else "float32"
+
+
+def _cpuinfo(field: str, file: Path) -> str:
+    """Return the field's first value, "" if there is none; the field is a regular expression."""
+    try:
+        line = re.search(rf"^(?:{field})\s*:\s*(.*)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return line[1] if line else ""

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from ragkv.errors import StoreError
-from ragkv.retriever.catalog import MIGRATIONS, Catalog, DocumentInfo
+from ragkv.retriever.catalog import MIGRATIONS, Catalog, Chunk, DocumentInfo
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
 
 Put = Callable[..., None]
 
 
+def all_chunks(catalog: Catalog) -> list[Chunk]:
+    return catalog.chunks(sorted(catalog.chunk_ids()))
+
+
 def texts(catalog: Catalog) -> list[str]:
-    return [chunk.text.strip() for chunk in catalog.iter_chunks()]
+    return [chunk.text.strip() for chunk in all_chunks(catalog)]
 
 
 def hashes_of(*texts: str) -> set[str]:
@@ -35,7 +39,7 @@ def test_document_comes_back_as_it_was(catalog: Catalog, put: Put, embedder) -> 
     put(catalog, "a", "one fox", "two dogs", digest="d1")
     assert catalog.document_digest("a") == "d1"
     assert catalog.documents() == [DocumentInfo("a", "A", 2, 19, "d1")]
-    first, second = catalog.iter_chunks()
+    first, second = all_chunks(catalog)
     assert (first.document_id, first.ordinal, first.text) == ("a", 0, "one fox\n\n")
     assert first.token_ids == tuple(b"one fox\n\n") and first.chunk_hash == chunk_hash(first.token_ids)
     ids, vectors = catalog.vectors([second.id, first.id, 99])
@@ -49,7 +53,7 @@ def test_chunks_come_in_the_order_asked(catalog: Catalog, put: Put) -> None:
     put(catalog, "a", *(f"text {i}" for i in range(1000)))
     ids = sorted(catalog.chunk_ids(), key=lambda id: id * 7919 % 1000)
     assert [chunk.id for chunk in catalog.chunks([ids[0], 10**9, *ids])] == [ids[0], *ids]
-    assert [chunk.id for chunk in catalog.iter_chunks()] == sorted(ids)
+    assert [chunk.id for chunk in all_chunks(catalog)] == sorted(ids)
     assert catalog.chunks([]) == [] and catalog.vectors([])[0] == []
 
 
@@ -142,9 +146,9 @@ def test_settings(catalog: Catalog) -> None:
 def test_reopened_catalog_is_the_same(tmp_path: Path, put: Put) -> None:
     with Catalog(tmp_path / "new" / "c.db") as catalog:
         put(catalog, "a", "one")
-        before = (catalog.identity, catalog.data_version, list(catalog.iter_chunks()))
+        before = (catalog.identity, catalog.data_version, all_chunks(catalog))
     with Catalog(tmp_path / "new" / "c.db") as catalog:
-        assert (catalog.identity, catalog.data_version, list(catalog.iter_chunks())) == before
+        assert (catalog.identity, catalog.data_version, all_chunks(catalog)) == before
     with pytest.raises(StoreError, match="closed"):
         catalog.documents()
 

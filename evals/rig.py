@@ -1,0 +1,54 @@
+"""The test rig of evaluations: the configured model on an empty store. Knows nothing about what is measured."""
+
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv import models
+from ragkv.chunk_kv import ChunkKV
+from ragkv.config import Config
+from ragkv.controller.requests import Bench
+from ragkv.engine.engine import Engine
+from ragkv.errors import ModelError
+from ragkv.prompt import PromptLayout
+from ragkv.store.segment_store import SegmentStore
+
+
+@dataclass(frozen=True)
+class Rig:
+    """An engine that runs on an empty store, for measuring."""
+
+    engine: Engine
+    store: SegmentStore
+    kv: ChunkKV
+    layout: PromptLayout
+    model: Path
+
+    def bench(self, chunk_tokens: int) -> Bench:
+        return Bench(self.engine, self.layout, self.model, self.kv, self.store, chunk_tokens)
+
+
+@asynccontextmanager
+async def rig(
+    config: Config, num_contexts: int, store_options: Mapping[str, Any], **engine_args: Any
+) -> AsyncGenerator[Rig, None]:
+    """Start the configured model on a store in a temporary folder, for as long as the context lasts.
+
+    engine_args: passed to vLLM. Raises ModelError for a model that can't be loaded or fused.
+    """
+    model, fingerprint = models.resolve(config.model.name, config.home), "0" * 32
+    layout = PromptLayout(model)
+    with tempfile.TemporaryDirectory(prefix="ragkv-eval-") as folder:
+        engine = await Engine.start(model, config.model, Path(folder), fingerprint, store_options, **engine_args)
+        try:
+            if engine.unsupported:
+                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
+            with closing(SegmentStore(Path(folder))) as store:
+                yield Rig(
+                    engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts), layout, model
+                )
+        finally:
+            await engine.close()
