@@ -58,7 +58,7 @@ async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], Non
     """`emit` a row for each combination as soon as it is known."""
     policy = Policy.of(config.answer.policy, config.answer.budget)
     for bandwidth in sweep.bandwidths:
-        async with rig(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
+        async with rig(config, 1, config.store.options(), **_slow_disk(bandwidth)) as on:
             for chunk_tokens in sweep.chunk_tokens:
                 bench = on.bench(chunk_tokens)
                 profile = await measure(bench, on.kv, policy, on.store, on.engine.max_model_len)
@@ -73,6 +73,13 @@ async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], Non
                         case = _Case(bench, prompt, task, profile, on.kv, on.store, far, batch)
                         arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
                         emit({**arm, "model": config.model.name, **await case.measure(sweep.repeats)})
+
+
+def _slow_disk(mib_s: float | None) -> dict[str, Any]:
+    """Return vLLM's arguments for a store that reads at this bandwidth."""
+    if mib_s is None:
+        return {}
+    return {"worker_extension_cls": "ragkv.evals.slow_disk.SlowDiskWorker", "additional_config": {"read_mib_s": mib_s}}
 
 
 @dataclass(frozen=True)

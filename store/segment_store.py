@@ -57,8 +57,7 @@ class SegmentStore:
 
     disk_bytes: what the records may take; for a chunk that needs room those go that `eviction` values least. None: no
     limit. memory_bytes: what is kept in memory of the chunks that requests use (`ragkv.store.pool`), by the same
-    eviction; 0: nothing. pinned: that memory is read by a GPU. read_mib_s: reads are slowed down to this, for
-    evaluations.
+    eviction; 0: nothing. pinned: that memory is read by a GPU.
 
     Any number of processes may have the folder open, and write in turn; threads may share a store. Raises StoreError if
     the folder holds something else, was made by another version, or can't be written.
@@ -73,12 +72,10 @@ class SegmentStore:
         memory_bytes: int = 0,
         eviction: str = "gdsf",
         pinned: bool = False,
-        read_mib_s: float | None = None,
     ) -> None:
         self.path, self._codec, self._disk_bytes, self._usage = path, CODECS[codec], disk_bytes, Usage(eviction)
         self._uses: Counter[bytes] = Counter()  # not yet in the index
         self._uses_written_at = time.monotonic()
-        self._read_mib_s = read_mib_s
         self._write_lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # has the system read, and holds no bytes
         self._free: FreeSpace | None = None  # as of `_version` of the index
@@ -87,7 +84,6 @@ class SegmentStore:
         self._staging: list[Staging] = []  # of snapshots that have ended
         with self._store_errors("open"):
             path.mkdir(parents=True, exist_ok=True)
-            self._refuse_other_contents()
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(
@@ -101,13 +97,6 @@ class SegmentStore:
                 self._unlock()
                 raise
         self._pool_version = self._index.others_version()  # -1: to be looked through
-
-    def _refuse_other_contents(self) -> None:
-        if (self.path / "data.mdb").exists():
-            raise StoreError(
-                f"{self.path} holds KV of a release that indexed it with LMDB. Delete the folder, or choose another "
-                "--home, and index again"
-            )
 
     def _take_memory(self, memory_bytes: int, eviction: str, pinned: bool) -> Pool:
         try:
@@ -290,7 +279,7 @@ class SegmentStore:
         except IndexError:
             staging = Staging()
         try:
-            yield SegmentSnapshot(self._files, self._index, self._pool, staging, self._read_mib_s)
+            yield SegmentSnapshot(self._files, self._index, self._pool, staging)
         finally:
             staging.shrink()
             self._staging.append(staging)

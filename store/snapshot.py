@@ -9,15 +9,11 @@ from ragkv.store.memory import Staging
 from ragkv.store.pool import Pool
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, decode
 from ragkv.store.segments import SegmentFiles
-from ragkv.store.throttle import Throttle
 
 
 class SegmentSnapshot:
-    def __init__(
-        self, files: SegmentFiles, index: Index, pool: Pool | None, staging: Staging, read_mib_s: float | None
-    ) -> None:
+    def __init__(self, files: SegmentFiles, index: Index, pool: Pool | None, staging: Staging) -> None:
         self._files, self._index, self._pool, self._staging = files, index, pool, staging
-        self._throttle = Throttle(read_mib_s) if read_mib_s is not None else None
         self._found: dict[ChunkKey, Location | None] = {}
         self._staged_layer = 0
 
@@ -50,8 +46,6 @@ class SegmentSnapshot:
     def _read_into(self, memory: memoryview, key: ChunkKey, place: Location, layer: int) -> LayerKV:
         if not self._files.read_into(place.segment, place.offset + place.starts[layer], memory):
             raise CorruptRecordError("the file ends before the record, or can't be read")
-        if self._throttle is not None:
-            self._throttle.wait((key, layer), len(memory))
         return decode(key.layer(layer), memory)
 
     def _stage(self, place: Location, layer: int) -> memoryview:
@@ -68,8 +62,6 @@ class SegmentSnapshot:
         if place is None or layer >= len(place.lengths) or (self._pool is not None and self._pool.has(key, layer)):
             return
         self._files.prefetch(*place.layer(layer))
-        if self._throttle is not None:
-            self._throttle.ask((key, layer), place.lengths[layer])
 
     def _place(self, key: ChunkKey) -> Location | None:
         try:

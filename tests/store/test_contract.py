@@ -174,13 +174,6 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
     assert (tmp_path / "kv" / "index.db").read_bytes() == whole
 
 
-def test_something_else_in_the_folder_is_refused(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "data.mdb").write_bytes(b"an index of LMDB")
-    with pytest.raises(StoreError, match="indexed it with LMDB. Delete the folder"):
-        SegmentStore(tmp_path / "kv")
-
-
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "kv").write_text("mine")
     with pytest.raises(StoreError, match="Is it a ragkv store"):
