@@ -163,7 +163,7 @@ def _left_behind(config: Config, home: Path, seen: Seen) -> list[str]:
     """What doesn't hold of a home that nobody uses any more."""
     place = Home(home)
     with place.open_catalog() as catalog, closing(place.open_store()) as store:
-        problems = [f"after {seen.kills} kills: {problem}" for problem in store.verify().problems]
+        problems = [f"after {seen.kills} kills: {problem}" for problem in store.admin.verify().problems]
         stored = set(store.chunk_hashes(evicted=config.store.disk_gib is not None))
         for name, is_there in seen.indexed.items():
             document = str((home / "documents" / name).resolve())

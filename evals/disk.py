@@ -64,7 +64,7 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
     pooled = SegmentStore(home / "kv", memory_bytes=2 * total_bytes)
     try:
         row["write"] = mb_s(lambda: write(store))
-        file, target, source = store.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
+        file, target, source = store.admin.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
         parts = target.view(num_chunks, _LAYERS, 2, *shape)
         copies = [[(part[0], part[1]) for part in chunk] for chunk in parts]
         pooled.touch(keys)
@@ -72,7 +72,7 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
         seen: dict[str, list[float]] = {}
         for _ in range(repeats):
             order.shuffle(keys)
-            store.drop_cached(keys)
+            store.admin.drop_cached(keys)
             ways: dict[str, Callable[[], object]] = {
                 "cold": lambda: _read(store, keys),
                 "warm": lambda: _read(store, keys),
@@ -88,7 +88,7 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
         row |= {way: median(values) for way, values in seen.items() if values}
         if num_rounds := round(churn * num_chunks):
             row["churn"] = mb_s(lambda: _churn(store, keys, layers, order, num_rounds), size / num_chunks * num_rounds)
-        stats = store.stats()
+        stats = store.admin.stats()
         row["file_mib"], row["record_mib"] = stats.file_bytes / (1 << 20), stats.size_bytes / (1 << 20)
     finally:
         pooled.close()

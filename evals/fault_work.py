@@ -128,7 +128,7 @@ def _read_beside_writers(snapshot: Snapshot, chunk: int) -> None:
 def inspect(say: Say, folder: Path) -> None:
     """Says what the store holds, `{chunk: version}`. Raises ValueError if it doesn't verify or a value is wrong."""
     with closing(SegmentStore(folder)) as store:
-        if problems := store.verify().problems:
+        if problems := store.admin.verify().problems:
             raise ValueError(f"verify: {problems[0]}")
         state: State = {}
         with store.snapshot() as snapshot:
@@ -206,8 +206,8 @@ def survive(say: Say, folder: Path, seed: int, while_open: bool) -> None:
 
 
 def _look(store: SegmentStore) -> None:
-    store.stats()
-    store.verify()
+    store.admin.stats()
+    store.admin.verify()
     list(store.chunk_hashes())
 
 
@@ -268,6 +268,6 @@ def fill(say: Say, folder: Path) -> None:
         with store.snapshot() as snapshot:
             for chunk in (*range(1, num_chunks, 2), num_chunks):
                 _expect(snapshot, chunk, 90, missing=False)
-        if problems := store.verify().problems:
+        if problems := store.admin.verify().problems:
             raise ValueError(f"verify: {problems[0]}")
     say("held")

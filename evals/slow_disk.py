@@ -15,7 +15,7 @@ class SlowDiskWorker(WorkerExtension):
 
     def ragkv_attach(self) -> str | None:
         mib_s = self.vllm_config.additional_config["read_mib_s"]  # type: ignore[attr-defined]
-        SegmentStore.snapshot = slowed(SegmentStore.snapshot, mib_s)  # type: ignore[method-assign]
+        SegmentStore.snapshot = slowed(SegmentStore.snapshot, mib_s)  # type: ignore[assignment, method-assign]
         return super().ragkv_attach()
 
 
@@ -44,8 +44,8 @@ class SlowSnapshot:
             self._throttle.wait((key, layer), self._num_bytes(key, layer))
         return kv
 
-    def lost(self) -> list[ChunkKey]:
-        return self._snapshot.lost()
+    def deleted(self) -> list[ChunkKey]:
+        return self._snapshot.deleted()
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         self._snapshot.prefetch(key, layer)
@@ -54,7 +54,7 @@ class SlowSnapshot:
 
     def _num_bytes(self, key: ChunkKey, layer: int) -> int:
         try:
-            return self._store.locate(key, layer)[2]
+            return self._store.admin.locate(key, layer)[2]
         except (KeyError, IndexError):
             return 0
 

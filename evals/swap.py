@@ -102,7 +102,7 @@ class _Case:
         while num_rounds < 1 + repeats or time.perf_counter() - begin < _LEAST_S:
             num_rounds += 1
             for name, collected in times.items():
-                self.store.drop_cached(self.far)
+                self.store.admin.drop_cached(self.far)
                 request: FuseTask | None = self.task if name == "fuse" else None
                 if name == "controller":
                     found, request = plan_task(self.profile, num_tokens, self.task, self.kv, self.store)

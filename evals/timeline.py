@@ -83,7 +83,7 @@ class Residency:
         self._chunks: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # address, bytes, first page of each layer
         self.sizes = [0] * num_layers
         for key in keys:
-            places = [store.locate(key, layer) for layer in range(num_layers)]  # one behind the other
+            places = [store.admin.locate(key, layer) for layer in range(num_layers)]  # one behind the other
             (path, first, _), (_, last, length) = places[0], places[-1]
             pages = np.array([(offset - first) // mmap.PAGESIZE for _, offset, _ in places])
             address = self._map(path).ctypes.data + first
@@ -126,7 +126,7 @@ async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> lis
         timelines = {}
         for name in ("memory", "disk"):
             if name == "disk":
-                on.store.drop_cached(keys)
+                on.store.admin.drop_cached(keys)
             timelines[name] = await _watched(bench.ask(prompt, task), residency)
     _draw(
         timelines, f"{len(prompt.token_ids):,} tokens, {policy.label}, {config.model.name} in {config.model.dtype}", out

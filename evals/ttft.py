@@ -41,8 +41,8 @@ async def run(
         def drop(task: FuseTask) -> None:
             keys = [key for key in map(on.kv.key, task.spans) if on.store.contains(key)]
             for key in keys:  # what is written anew, the worker doesn't take from its memory
-                on.store.put_records(key, on.store.records(key) or [])
-            on.store.drop_cached(keys)
+                on.store.put_records(key, on.store.admin.records(key) or [])
+            on.store.admin.drop_cached(keys)
 
         for num_tokens in tokens:
             prompt, digests = await bench.prepare(num_tokens)

@@ -209,7 +209,7 @@ class Pipeline:
     def gauges(self) -> dict[str, int]:
         """What the store holds, of all tenants."""
         in_memory = len(self.workspace.engine.in_memory) if self.workspace.engine else 0
-        return {**self.workspace.store.gauges(), "memory_chunks": in_memory}
+        return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory}
 
     async def _search(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
         """Search for each question, with regard to those before it."""

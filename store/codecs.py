@@ -1,4 +1,4 @@
-"""How K and V of a chunk in one layer become bytes, and come back. Pure functions of tensors.
+"""Codecs between K and V of a chunk in one layer and bytes. Pure functions of tensors.
 
 `int8` and `fp8` scale K by channel, over a chunk's tokens, and V by token, over a head's channels: outliers of K lie in
 few channels, those of V in none (KIVI, ICML'24). A stored number is x / scale, the scale the largest |x| of its group
@@ -21,14 +21,14 @@ class Codec:
     stored: torch.dtype | None = None
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
-        """k, v: `[Hkv, T, D]`. The scales come first: K's `[Hkv, 1, D]`, V's `[Hkv, T, 1]`, float32."""
+        """Encode k, v `[Hkv, T, D]`. The scales come first: K's `[Hkv, 1, D]`, V's `[Hkv, T, 1]`, float32."""
         if self.stored is None:
             return to_bytes(k) + to_bytes(v)
         (k_scale, k_stored), (v_scale, v_stored) = self._quantise(k, _K_GROUP), self._quantise(v, _V_GROUP)
         return b"".join(map(to_bytes, (k_scale, v_scale, k_stored, v_stored)))
 
     def split(self, payload: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> "Stored":
-        """What `encode` put together, sharing the payload's memory. dtype: of K and V before they were stored."""
+        """Return the parts of what `encode` made, sharing its memory. dtype: of K and V before they were encoded."""
         heads, tokens, size = shape
         scales, start = [], 0
         for scale_shape in ((heads, 1, size), (heads, tokens, 1)) if self.stored is not None else ():
@@ -68,8 +68,8 @@ class Stored:
 
 
 def times(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In float32. torch converts e4m3 number by number; as half-precision numbers, whose exponent and mantissa begin
-    with the same bits, seven places further up, and whose exponent's bias is 8 more, it takes a quarter of the time."""
+    """Multiply in float32. torch converts e4m3 number by number; as half-precision numbers, which have the same bits
+    seven higher, and an exponent bias that is 8 more, it takes a quarter of the time."""
     if stored.dtype != torch.float8_e4m3fn:
         return stored * scale
     half = stored.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000).view(torch.float16)

@@ -1,7 +1,7 @@
 """What to give up when a tier is full. Pure bookkeeping: knows keys, sizes and costs, and no KV.
 
-Each policy is a priority; the entry with the lowest goes first. `clock` is the priority of what was evicted last: added
-to a new priority, it lets what was popular once grow old.
+Each policy is a priority; the entry with the lowest is evicted first. `clock` is the priority of what was evicted last:
+added to a new priority, it lets what was popular once age.
 """
 
 import heapq
@@ -15,8 +15,8 @@ from ragkv.errors import ConfigError
 
 @dataclass
 class Entry:
-    """size_bytes: what it takes; cost: of making it again; frequency: how often it was used; stamp: when, of anything
-    that grows."""
+    """What is known of an entry. cost: of computing it again; frequency: number of uses; stamp: of the last use, of any
+    clock that grows."""
 
     size_bytes: int
     cost: float
@@ -25,23 +25,12 @@ class Entry:
     stamp: float = 0.0
 
 
-def _lru(entry: Entry, clock: float) -> float:
-    return entry.stamp
-
-
-def _lfu(entry: Entry, clock: float) -> float:
-    return float(entry.frequency)
-
-
-def _lfuda(entry: Entry, clock: float) -> float:
-    return clock + entry.frequency
-
-
-def _gdsf(entry: Entry, clock: float) -> float:
-    return clock + entry.frequency * entry.cost / max(1, entry.size_bytes)
-
-
-POLICIES: dict[str, Callable[[Entry, float], float]] = {"gdsf": _gdsf, "lru": _lru, "lfu": _lfu, "lfuda": _lfuda}
+POLICIES: dict[str, Callable[[Entry, float], float]] = {
+    "gdsf": lambda entry, clock: clock + entry.frequency * entry.cost / max(1, entry.size_bytes),
+    "lru": lambda entry, clock: entry.stamp,
+    "lfu": lambda entry, clock: float(entry.frequency),
+    "lfuda": lambda entry, clock: clock + entry.frequency,
+}
 Hint = Literal["pin", "session", "ephemeral"]
 HINTS: dict[str, str] = {
     "pin": "never evicted",
@@ -51,7 +40,7 @@ HINTS: dict[str, str] = {
 
 
 def parse_hint(text: str | None) -> Hint | None:
-    """Raises ConfigError for an unknown one."""
+    """Return the text as a hint. Raises ConfigError for an unknown one."""
     if text is not None and text not in HINTS:
         raise ConfigError(f"unknown hint {text!r}; choose one of {', '.join(HINTS)}")
     return text  # type: ignore[return-value]
@@ -87,15 +76,15 @@ class Eviction:
         self.remove(key)
         self._entries[key] = entry = Entry(size_bytes, cost)
         self.size_bytes += size_bytes
-        self._place(key, entry)
+        self._push(key, entry)
 
     def touch(self, key: Hashable) -> bool:
-        """Count a use; False if the key isn't there."""
+        """Count a use; return False if there is no such entry."""
         entry = self._entries.get(key)
         if entry is None:
             return False
         entry.frequency += 1
-        self._place(key, entry)
+        self._push(key, entry)
         return True
 
     def remove(self, key: Hashable) -> None:
@@ -106,8 +95,8 @@ class Eviction:
     def evict(self, spared: Collection[Hashable] = ()) -> Hashable | None:
         """Remove and return the entry with the lowest priority that isn't spared; None if there is none."""
         passed = []
-        found: Hashable | None = None
-        while self._heap and found is None:
+        evicted: Hashable | None = None
+        while self._heap and evicted is None:
             priority, stamp, key = heapq.heappop(self._heap)
             entry = self._entries.get(key)
             if entry is None or entry.stamp != stamp:
@@ -117,15 +106,15 @@ class Eviction:
                 continue
             self._clock = max(self._clock, priority)
             self.remove(key)
-            found = key
-        for place in passed:
-            heapq.heappush(self._heap, place)
-        return found
+            evicted = key
+        for item in passed:
+            heapq.heappush(self._heap, item)
+        return evicted
 
-    def _place(self, key: Hashable, entry: Entry) -> None:
+    def _push(self, key: Hashable, entry: Entry) -> None:
         entry.stamp = next(self._stamps)
         entry.priority = self._priority(entry, self._clock)
         heapq.heappush(self._heap, (entry.priority, entry.stamp, key))
-        if len(self._heap) > 4 * len(self._entries) + 64:  # most of it is outdated: earlier places of entries
+        if len(self._heap) > 4 * len(self._entries) + 64:  # most of it is outdated: earlier priorities of entries
             self._heap = [(e.priority, e.stamp, k) for k, e in self._entries.items()]
             heapq.heapify(self._heap)

@@ -1,7 +1,7 @@
-"""Where each chunk's records lie, in SQLite: one row for each chunk, and what has been given up and not freed yet.
+"""Where each entry's records are, in SQLite: a row for each entry, and the extents given up and not freed yet.
 
 SQLite and not LMDB: bytes that go bad in it are an error and never a crash (docs/decisions/0010). A row also has a
-checksum of its own, so that a wrong place is a chunk that isn't there.
+checksum of its own, so that a wrong location is an entry that isn't stored.
 """
 
 import logging
@@ -35,7 +35,7 @@ _SCHEMA = (
     "create index usage_priority on usage (priority)",
 )
 FORMAT = "format"  # in `meta`
-_PLACE = struct.Struct("<IQQ")  # segment, offset, serial; then each layer's length, uint32; then a checksum, uint64
+_LOCATION = struct.Struct("<IQQ")  # segment, offset, serial; then each layer's length, uint32; then a checksum, uint64
 _CHECKSUM = struct.Struct("<Q")
 _KEY_BYTES = KEY_BYTES - 2  # without the layer
 _WAIT_S = 60  # for another process that writes
@@ -53,14 +53,14 @@ _NOT_DAMAGE = {  # what keeps a file that is whole from being used
 
 
 class DamagedIndexError(Exception):
-    """The index holds what nobody wrote. Chunks are found again by their records."""
+    """The index holds what nobody wrote. Entries are found again by their records."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a chunk lies: its layers one after the other, each padded. lengths: without padding.
+    """Where an entry's records are: its layers one after the other, each padded. lengths: in bytes, without padding.
 
-    serial: at random, so that what is put where something lay before is told from it.
+    serial: random, so that an entry differs from an earlier one in the same extent.
     """
 
     segment: int
@@ -74,35 +74,37 @@ class Location:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where in the extent each layer's record begins, and where the last one ends."""
+        """Return where in the extent each layer's record begins, and where the last one ends."""
         return (0, *accumulate(map(padded, self.lengths)))
 
     def layer(self, index: int) -> tuple[int, int, int]:
-        """Segment, offset and length."""
+        """Return a record's segment, offset and length."""
         return self.segment, self.offset + self.starts[index], self.lengths[index]
 
     def pack(self, key: bytes) -> bytes:
-        place = _PLACE.pack(self.segment, self.offset, self.serial) + struct.pack(
-            f"<{len(self.lengths)}I", *self.lengths
-        )
-        return place + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + place))
+        """Return the bytes of the index's row for the entry `key`."""
+        lengths = struct.pack(f"<{len(self.lengths)}I", *self.lengths)
+        packed = _LOCATION.pack(self.segment, self.offset, self.serial) + lengths
+        return packed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + packed))
 
     @classmethod
     def unpack(cls, key: bytes, value: bytes) -> "Location | None":
-        """None for anything that `pack` didn't make of this key."""
-        if not (isinstance(key, bytes) and isinstance(value, bytes)) or len(value) < _PLACE.size + _CHECKSUM.size:
+        """Return the location that `pack` made these bytes of, None for any other bytes."""
+        if not (isinstance(key, bytes) and isinstance(value, bytes)) or len(value) < _LOCATION.size + _CHECKSUM.size:
             return None
-        place = value[: -_CHECKSUM.size]
-        if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + place)) != value[-_CHECKSUM.size :]:
+        packed = value[: -_CHECKSUM.size]
+        if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(key + packed)) != value[-_CHECKSUM.size :]:
             return None
-        lengths = struct.unpack_from(f"<{(len(place) - _PLACE.size) // 4}I", place, _PLACE.size)
-        segment, offset, serial = _PLACE.unpack_from(place)
+        lengths = struct.unpack_from(f"<{(len(packed) - _LOCATION.size) // 4}I", packed, _LOCATION.size)
+        segment, offset, serial = _LOCATION.unpack_from(packed)
         return cls(segment, offset, lengths, serial)
 
 
 class Index:
-    """The file. Threads may share it. Raises sqlite3.Error for what the system doesn't allow, DamagedIndexError on
-    opening a file that isn't whole. version: of the records; an index of other ones is left as it is."""
+    """The index's file; threads may share it. version: of the records; an index of other records is left as it is.
+
+    Raises sqlite3.Error for what the system doesn't allow, DamagedIndexError on opening a file that isn't whole.
+    """
 
     def __init__(self, file: Path, version: str) -> None:
         self._file, self._version = file, version
@@ -134,11 +136,11 @@ class Index:
                 for statement in _SCHEMA:
                     changes.query(statement)
             if _checked_meta(changes).get(FORMAT, self._version) != self._version:
-                return  # it may look otherwise: callers refuse it
+                return  # its tables may be others: callers refuse it
             _check_schema(changes)
             for key in changes.bad_keys():
                 changes.query("delete from chunk where key is ?", key)
-            if changes.bad_keys():  # out of order, where a search doesn't find them and may miss others
+            if changes.bad_keys():  # out of order: a search doesn't find them and may miss others
                 raise DamagedIndexError("rows that don't verify can't be removed")
             changes.freed()
         problems = [row[0] for row in self._read("pragma integrity_check")]
@@ -149,8 +151,8 @@ class Index:
         rows = self._read("select value from meta where name = ?", name)
         return str(rows[0][0]) if rows else None
 
-    def place(self, key: bytes) -> Location | None:
-        """None also where the index has gone bad: that is a chunk to compute."""
+    def locate(self, key: bytes) -> Location | None:
+        """Return where an entry is. None also if the index is damaged: then the chunk is computed."""
         try:
             rows = self._read("select place from chunk where key = ?", key)
         except sqlite3.Error as error:
@@ -159,7 +161,7 @@ class Index:
         return Location.unpack(key, rows[0][0]) if rows else None
 
     def hint(self, key: bytes) -> Hint | None:
-        """How a chunk is to be treated (`ragkv.store.usage`). None also where the index has gone bad."""
+        """Return how an entry is to be treated (`ragkv.store.usage`). None also if the index is damaged."""
         try:
             rows = self._read("select hint from usage where key = ?", key)
         except sqlite3.Error:
@@ -167,35 +169,40 @@ class Index:
         return rows[0][0] if rows and rows[0][0] in HINTS else None
 
     def others_version(self) -> int:
-        """Differs once another process, or another store of this one, has written."""
-        with self._write_lock:
-            return _data_version(self._writer)
+        """Return a number that differs once another process, or another store of this one, has written; -1 if the index
+        can't be read."""
+        try:
+            with self._write_lock:
+                return _data_version(self._writer)
+        except sqlite3.Error as error:
+            logger.warning("can't look into the index: %s", error)
+            return -1
 
     def chunks(self, *, evicted: bool = False) -> list[bytes]:
-        """The keys of all, in order; with `evicted` also of those that were evicted."""
+        """Return the keys of all entries, in order; with `evicted` also of evicted ones."""
         statement = "select key from chunk" + (" union select key from usage" if evicted else "")
         keys = (key for (key,) in self._read(f"{statement} order by key"))
         return [key for key in keys if isinstance(key, bytes) and len(key) == _KEY_BYTES]
 
     def counts(self) -> tuple[int, int]:
-        """How many contexts are here, and how many had to make room and aren't back."""
-        evicted = "select count(*) from usage where key not in (select key from chunk)"
-        ((here,),), ((gone,),) = self._read("select count(*) from chunk"), self._read(evicted)
-        return here, gone
+        """Count the entries that are stored, and those that were evicted and aren't stored again."""
+        statement = "select count(*) from usage where key not in (select key from chunk)"
+        ((stored,),), ((evicted,),) = self._read("select count(*) from chunk"), self._read(statement)
+        return stored, evicted
 
     def num_freed(self) -> int:
         return int(self._read("select count(*) from freed")[0][0])
 
-    def places(self) -> list[tuple[bytes, Location]]:
-        """Of all chunks, by key."""
-        return _places(self._read("select key, place from chunk order by key"))
+    def locations(self) -> list[tuple[bytes, Location]]:
+        """Return the keys and locations of all entries, by key."""
+        return _unpack_rows(self._read("select key, place from chunk order by key"))
 
     def size_on_disk(self) -> int:
         return sum(file.stat().st_blocks * 512 for file in self._file.parent.glob(f"{self._file.name}*"))
 
     @contextmanager
     def writing(self) -> Iterator["Changes"]:
-        """One transaction, of the one writer among all processes."""
+        """Begin a transaction as the one writer of all processes; commit it at the end."""
         with self._write_lock:
             _query(self._writer, "begin immediate")
             try:
@@ -226,19 +233,19 @@ class Changes:
 
     @property
     def others_version(self) -> int:
-        """Differs once another connection has written."""
+        """Return a number that differs once another connection has written."""
         return _data_version(self.connection)
 
     def set_meta(self, name: str, value: str) -> None:
         self.query("insert or replace into meta values (?, ?, ?)", name, value, _meta_checksum(name, value))
 
-    def put(self, key: bytes, place: Location) -> None:
-        """Add or replace a chunk."""
+    def put(self, key: bytes, location: Location) -> None:
+        """Add or replace an entry."""
         self._give_up(self.query("select key, place from chunk where key = ?", key))
-        self.query("insert or replace into chunk values (?, ?)", key, place.pack(key))
+        self.query("insert or replace into chunk values (?, ?)", key, location.pack(key))
 
     def delete(self, prefix: bytes) -> list[Location]:
-        """Forget all chunks whose keys begin so."""
+        """Delete all entries whose keys begin with `prefix`; return where they were."""
         bounds = (prefix, prefix + b"\xff" * 64)
         rows = self.query("select key, place from chunk where key between ? and ?", *bounds)
         self.query("delete from chunk where key between ? and ?", *bounds)
@@ -246,37 +253,37 @@ class Changes:
 
     def _give_up(self, rows: list[tuple]) -> list[Location]:  # type: ignore[type-arg]
         """Note what is to be freed once the index that doesn't name it any more is on disk."""
-        places = _places(rows)
-        for key, place in places:
-            self.query("insert into freed (key, place) values (?, ?)", key, place.pack(key))
-        return [place for _, place in places]
+        locations = _unpack_rows(rows)
+        for key, location in locations:
+            self.query("insert into freed (key, place) values (?, ?)", key, location.pack(key))
+        return [location for _, location in locations]
 
-    def places(self) -> list[tuple[bytes, Location]]:
-        return _places(self.query("select key, place from chunk order by key"))
+    def locations(self) -> list[tuple[bytes, Location]]:
+        return _unpack_rows(self.query("select key, place from chunk order by key"))
 
     def bad_keys(self) -> list[object]:
-        """Of rows that went bad."""
+        """Return the keys of damaged rows."""
         return [key for key, value in self.query("select key, place from chunk") if not Location.unpack(key, value)]
 
     def freed(self) -> list[Extent]:
-        return [place.extent for _, place in _places(self.query("select key, place from freed"))]
+        return [location.extent for _, location in _unpack_rows(self.query("select key, place from freed"))]
 
     def forget_freed(self) -> None:
         self.query("delete from freed")
 
     def extents(self) -> list[Extent]:
-        """What holds a record, or did and is still to be freed; sorted."""
-        return sorted([*(place.extent for _, place in self.places()), *self.freed()])
+        """Return the extents that hold records, or did and are still to be freed, sorted."""
+        return sorted([*(location.extent for _, location in self.locations()), *self.freed()])
 
 
 def _data_version(connection: sqlite3.Connection) -> int:
     return int(_query(connection, "pragma data_version")[0][0])
 
 
-def _places(rows: list[tuple]) -> list[tuple[bytes, Location]]:  # type: ignore[type-arg]
-    """Without rows that went bad."""
-    found = ((key, Location.unpack(key, value)) for key, value in rows)
-    return [(key, place) for key, place in found if place is not None]
+def _unpack_rows(rows: list[tuple]) -> list[tuple[bytes, Location]]:  # type: ignore[type-arg]
+    """Leaves damaged rows out."""
+    unpacked = ((key, Location.unpack(key, value)) for key, value in rows)
+    return [(key, location) for key, location in unpacked if location is not None]
 
 
 def _query(connection: sqlite3.Connection, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
@@ -289,14 +296,14 @@ def _query(connection: sqlite3.Connection, statement: str, *values: object) -> l
 
 
 def _check_schema(changes: Changes) -> None:
-    """Raises DamagedIndexError if the tables aren't as they were made: SQLite takes whatever it can read."""
+    """Raise DamagedIndexError if the tables aren't as they were made: SQLite accepts whatever it can read."""
     schema = changes.query("select lower(sql) from sqlite_master where sql is not null order by name")
     if schema != [(statement,) for statement in _SCHEMA]:
         raise DamagedIndexError("its tables are not those of an index")
 
 
 def _checked_meta(changes: Changes) -> dict[str, str]:
-    """Raises DamagedIndexError if that isn't what was set."""
+    """Raise DamagedIndexError if `meta` isn't what was set."""
     rows = changes.query("select name, value, checksum from meta")
     if any(checksum != _meta_checksum(name, value) for name, value, checksum in rows):
         raise DamagedIndexError("what it says of itself doesn't verify")
@@ -308,7 +315,8 @@ def _meta_checksum(name: object, value: object) -> bytes:
 
 
 def is_damage(error: Exception, file: Path) -> bool:
-    """Whether it says that the index holds what nobody wrote, and not that the system doesn't let it be used."""
+    """Return whether the error says that the index holds what nobody wrote, and not that the system doesn't let it be
+    used."""
     if not isinstance(error, sqlite3.Error):
         return False
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)

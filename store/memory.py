@@ -1,4 +1,4 @@
-"""Memory that records are read into: taken whole, in huge pages where the system has them, and used again and again.
+"""Memory that records are read into: taken whole, in huge pages where the system has them, and reused.
 
 Taken page by page, it would cost the first request of a chunk more than all later ones save.
 """
@@ -19,8 +19,8 @@ _KEPT_BYTES = 64 << 20
 
 
 def take_memory(num_bytes: int, *, pinned: bool = False) -> memoryview:
-    """pinned: a GPU reads it by itself. Raises MemoryError (or torch's RuntimeError) if the system hasn't got that
-    much."""
+    """Allocate memory at once. pinned: a GPU reads it by itself. Raises MemoryError (or torch's RuntimeError) if the
+    system hasn't got that much."""
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
     try:
@@ -38,15 +38,15 @@ def take_memory(num_bytes: int, *, pinned: bool = False) -> memoryview:
 
 
 class Staging:
-    """Room for what is used at the same time, such as one layer of a request's chunks. Grows with it; between two
-    requests at most `_KEPT_BYTES` are kept. Not thread-safe."""
+    """Room for records that are used at the same time, such as one layer of a request's chunks. Grows as needed;
+    between two requests at most `_KEPT_BYTES` are kept. Not thread-safe."""
 
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
         self._block = self._used = 0  # the one that is being filled, and how far
 
     def take(self, num_bytes: int) -> memoryview:
-        """Memory that nobody else gets before `reuse`."""
+        """Return memory that nobody else gets before `reuse`."""
         while True:
             if self._block == len(self._blocks):
                 self._blocks.append(take_memory(max(num_bytes, _BLOCK_BYTES)))
@@ -57,11 +57,11 @@ class Staging:
             self._block, self._used = self._block + 1, 0
 
     def reuse(self) -> None:
-        """From here on what was taken is taken again."""
+        """Let all that was taken be taken again."""
         self._block = self._used = 0
 
     def shrink(self) -> None:
-        """As `reuse`, and give back what is more than is kept."""
+        """Let all be taken again, and give back what is more than `_KEPT_BYTES`."""
         self.reuse()
         while sum(map(len, self._blocks)) > _KEPT_BYTES:
             self._blocks.pop()

@@ -1,4 +1,4 @@
-"""The in-memory twin of the store on disk: the same contract in a dict, for tests and for stores that needn't last."""
+"""The in-memory twin of the store on disk: the same contract in a dict, for tests and stores that needn't last."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,11 @@ class MemoryStore:
     def __init__(self) -> None:
         self._records: dict[bytes, bytes] = {}
 
+    @property
+    def admin(self) -> "MemoryStore":
+        """Return the store itself, which has no files to look after."""
+        return self
+
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         records = dict(self._records)
         for key, layers in chunks:
@@ -26,7 +31,7 @@ class MemoryStore:
         """Nothing is evicted."""
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Nothing is nearer than memory."""
+        """All of it is in memory."""
 
     def in_memory(self, key: ChunkKey) -> bool:
         return self.contains(key)
@@ -42,8 +47,8 @@ class MemoryStore:
         yield _MemorySnapshot(self._records)
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
-        gone = {bytes.fromhex(chunk_hash) for chunk_hash in chunk_hashes}
-        kept = {key: value for key, value in self._records.items() if key[:HASH_BYTES] not in gone}
+        deleted = {bytes.fromhex(chunk_hash) for chunk_hash in chunk_hashes}
+        kept = {key: value for key, value in self._records.items() if key[:HASH_BYTES] not in deleted}
         num_deleted = len(self._records) - len(kept)
         self._records = kept
         return num_deleted
@@ -67,7 +72,7 @@ class MemoryStore:
 
 
 class _MemorySnapshot:
-    """Writers replace the dict and never change it, so holding it is a snapshot."""
+    """A view of the dict, which writers replace and never change."""
 
     def __init__(self, records: dict[bytes, bytes]) -> None:
         self._records = records
@@ -76,8 +81,8 @@ class _MemorySnapshot:
         value = self._records.get(key.layer(layer))
         return None if value is None else decode(key.layer(layer), value)
 
-    def lost(self) -> list[ChunkKey]:
+    def deleted(self) -> list[ChunkKey]:
         return []
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
-        """Nothing is nearer than memory."""
+        """All of it is in memory."""

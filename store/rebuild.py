@@ -1,4 +1,4 @@
-"""Finds chunks by the headers of their records, where there is no index of them any more."""
+"""Finds entries by the headers of their records, when the index is missing."""
 
 import logging
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from ragkv.store.segments import ALIGNMENT, SegmentFiles, padded
 logger = logging.getLogger(__name__)
 
 _LAYER_BYTES = 2
-_Found = tuple[bytes, int, int, int]  # key, segment, offset, length
+_Record = tuple[bytes, int, int, int]  # key, segment, offset, length
 
 
 def find_chunks(files: SegmentFiles) -> Iterator[tuple[bytes, int, int, tuple[int, ...]]]:
-    """The key (without the layer), segment, offset and records' lengths of each chunk with all its layers.
+    """Yield the key (without the layer), segment, offset and records' lengths of each entry with all its layers.
 
-    All layers: from 0 on without a gap, and as many as the chunk of that model that has the most.
+    All layers: from 0 on without a gap, and as many as the entry of that model that has the most.
     """
-    runs: list[list[_Found]] = []
+    runs: list[list[_Record]] = []
     for record in _records(files):
         if runs and _follows(runs[-1][-1], record):
             runs[-1].append(record)
@@ -33,8 +33,8 @@ def find_chunks(files: SegmentFiles) -> Iterator[tuple[bytes, int, int, tuple[in
             yield key[:-_LAYER_BYTES], segment, offset, tuple(length for *_, length in run)
 
 
-def _records(files: SegmentFiles) -> Iterator[_Found]:
-    """Records that verify, in order."""
+def _records(files: SegmentFiles) -> Iterator[_Record]:
+    """Yield the records that verify, in order."""
     for extent in files.data():
         offset = extent.offset
         while offset < extent.end:
@@ -48,16 +48,16 @@ def _records(files: SegmentFiles) -> Iterator[_Found]:
                 offset += padded(length)
 
 
-def _layer(record: _Found) -> int:
+def _layer(record: _Record) -> int:
     return int.from_bytes(record[0][-_LAYER_BYTES:], "big")
 
 
-def _model(record: _Found) -> bytes:
-    """What follows the hashes of chunk and anchor: fingerprint and heads."""
+def _model(record: _Record) -> bytes:
+    """Return what follows the hashes of chunk and anchor: fingerprint and heads."""
     return record[0][32:-_LAYER_BYTES]
 
 
-def _follows(before: _Found, record: _Found) -> bool:
+def _follows(before: _Record, record: _Record) -> bool:
     return (
         record[0][:-_LAYER_BYTES] == before[0][:-_LAYER_BYTES]
         and _layer(record) == _layer(before) + 1

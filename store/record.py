@@ -37,10 +37,10 @@ _DTYPE_TO_CODE = {dtype: code for code, dtype in _CODE_TO_DTYPE.items()}
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Addresses one chunk's KV: what was computed, behind what, by which model.
+    """The name of an entry: which chunk, computed after which anchor, by which model.
 
-    chunk_hash, anchor_hash: hex digests of token ids (128 bits); the anchor is what came before the chunk.
-    fingerprint: hex digest of the model (128 bits).
+    chunk_hash, anchor_hash: of token ids (128 bits, hexadecimal); the anchor is what comes before the chunk.
+    fingerprint: of the model (128 bits, hexadecimal).
     heads: the range of KV heads in the record, `(first, last + 1)`, so that tensor-parallel ranks read their slice.
     """
 
@@ -54,12 +54,12 @@ class ChunkKey:
         return hashes + struct.pack(">HH", *self.heads)
 
     def layer(self, index: int) -> bytes:
-        """The key of one layer's record: KEY_BYTES, sorted by chunk first, so that a chunk's records lie together."""
+        """Return the key of one layer's record: KEY_BYTES, the chunk first, so that a chunk's keys sort together."""
         return self.prefix() + struct.pack(">H", index)
 
     @classmethod
     def parse(cls, prefix: bytes) -> "ChunkKey":
-        """The key that has this prefix."""
+        """Return the key that has this prefix."""
         chunk_hash, anchor_hash, fingerprint = (prefix[start : start + 16].hex() for start in (0, 16, 32))
         return cls(chunk_hash, anchor_hash, fingerprint, struct.unpack_from(">HH", prefix, 48))
 
@@ -68,9 +68,9 @@ class ChunkKey:
 class LayerKV:
     """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each.
 
-    v_std: of an averaged precompute, `[T]` float32, how far each token's V lay from its mean (root mean square over
-    the contexts); None of a single one. k_scale, v_scale: where a codec made the numbers smaller, what they are to be
-    multiplied by (`ragkv.store.codecs.Stored`).
+    v_std: `[T]` float32, the standard deviation of each token's V over the contexts that the mean is of; None for KV
+    of a single context. k_scale, v_scale: what the numbers of a quantizing codec are multiplied by
+    (`ragkv.store.codecs.Stored`).
     """
 
     k: torch.Tensor
@@ -82,18 +82,18 @@ class LayerKV:
 
     @property
     def size_bytes(self) -> int:
-        """In memory."""
+        """Return the bytes that the tensors take in memory."""
         return sum(part.nbytes for part in self._tensors() if part is not None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerKV":
-        """The same with each tensor changed, say moved to a device."""
+        """Return the same with each tensor changed, say moved to a device."""
         k, v, *others = (None if part is None else change(part) for part in self._tensors())
         assert k is not None and v is not None
         v_std, k_scale, v_scale = others
         return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale)
 
     def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
+        """Return K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
         k, v = self.k[:, tokens], self.v[:, tokens]
         if self.k_scale is None or self.v_scale is None:
             return k, v
@@ -119,23 +119,18 @@ def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
 
 
 def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
-    """Read a record without copying: its tensors share `value`'s memory, are read-only, live as long as it.
+    """Read a record without copying: its tensors share `value`'s memory, and are read-only.
 
     Raises CorruptRecordError, naming what is wrong, for anything that `encode` wouldn't have written under this key.
     """
-    head, payload = _check(key, value)
+    head, payload = check(key, value)
     stored = head.codec.split(payload[: head.size_bytes], head.shape, head.dtype)
     v_std = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.v_std_bytes else None
     return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale)
 
 
-def check(key: bytes, value: bytes | memoryview) -> None:
-    """Raise CorruptRecordError where `decode` would."""
-    _check(key, value)
-
-
-def _check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview]:
-    """The header and the payload."""
+def check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview]:
+    """Return a record's header and payload. Raises CorruptRecordError unless `encode` wrote it under this key."""
     view = memoryview(value)
     head = _parse(view)
     if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
@@ -150,25 +145,25 @@ def _check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview
 
 
 def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
-    """The length of the record that `encode` makes."""
+    """Return the length of the record that `encode` makes."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
     shape = (num_kv_heads, num_tokens, head_size)
     return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.v_std is not None).length
 
 
 def identify(value: bytes | memoryview) -> tuple[bytes, int]:
-    """The key and the length of the record that begins here. Raises CorruptRecordError if none does."""
+    """Return the key and the length of the record that begins here. Raises CorruptRecordError if none does."""
     view = memoryview(value)
     return bytes(view[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]), _parse(view).length
 
 
 def tokens_in(value: bytes | memoryview) -> int:
-    """How many tokens a record is of. Raises CorruptRecordError for bytes that are no record."""
+    """Return how many tokens a record is of. Raises CorruptRecordError for bytes that are no record."""
     return _parse(memoryview(value)).shape[1]
 
 
 def codec_name(value: bytes | memoryview) -> str:
-    """How the record that begins here is stored. Raises CorruptRecordError if none does."""
+    """Return the name of the codec of the record that begins here. Raises CorruptRecordError if none does."""
     return _parse(memoryview(value)).codec.name
 
 
@@ -182,7 +177,7 @@ class _Header:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of K and V."""
+        """Return the bytes of K and V."""
         return self.codec.num_bytes(self.shape, self.dtype)
 
     @property
@@ -191,7 +186,7 @@ class _Header:
 
     @cached_property
     def length(self) -> int:
-        """Of the whole record."""
+        """Return the bytes of the whole record."""
         return _HEADER_SIZE + self.size_bytes + self.v_std_bytes
 
 
@@ -214,6 +209,6 @@ def _parse_fields(fields: bytes) -> _Header:
 
 
 def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:
-    digest = xxhash.xxh3_64(header)
-    digest.update(payload)
-    return digest.intdigest()
+    checksum = xxhash.xxh3_64(header)
+    checksum.update(payload)
+    return checksum.intdigest()

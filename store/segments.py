@@ -1,4 +1,4 @@
-"""Extents of bytes in a few large files. Knows nothing of KV, nor of what lies where: callers keep that in an index.
+"""Extents of bytes in a few large files. Knows nothing of KV, nor of what an extent holds: that is in an index.
 
 A freed extent becomes a hole: its blocks go back to the file system, and what was there can't be read again.
 """
@@ -36,7 +36,7 @@ class Extent:
 
 
 class FreeSpace:
-    """Where nothing lies, from the extents that are in use. Pure bookkeeping. Segments are numbered from 0."""
+    """The gaps between the extents in use. Pure bookkeeping. Segments are numbered from 0."""
 
     def __init__(self, used: Iterable[Extent], segment_bytes: int = SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
@@ -49,14 +49,14 @@ class FreeSpace:
         return sum(end - start for used in self._segments.values() for start, end in used)
 
     def take(self, length: int) -> Extent:
-        """The first gap that is large enough, or the end of a segment with room, or a new segment."""
+        """Take the first gap that is large enough, or the end of a segment with room, or a new segment."""
         segment = 0
         while (extent := self.take_in(segment, length)) is None:
             segment += 1
         return extent
 
     def take_in(self, segment: int, length: int) -> Extent | None:
-        """As `take`, of this segment only."""
+        """Take a gap as `take` does, in this segment only; None if it has none."""
         offset = self._first_gap(segment, length)
         if offset is None:
             return None
@@ -79,7 +79,7 @@ class FreeSpace:
 
 
 def outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]:
-    """The parts of `data` that no extent of `known` covers; both are sorted."""
+    """Yield the parts of `data` that no extent of `known` covers; both are sorted."""
     rest = iter(known)
     extent = next(rest, None)
     for part in data:
@@ -97,7 +97,7 @@ def outside(data: Iterable[Extent], known: Iterable[Extent]) -> Iterator[Extent]
 
 
 class SegmentFiles:
-    """The files. Raises OSError as the system does."""
+    """The segments' files in a folder. Raises OSError as the system does."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,16 +118,16 @@ class SegmentFiles:
             os.fdatasync(self._open(segment))
 
     def read(self, segment: int, offset: int, length: int) -> memoryview | None:
-        """A copy of these bytes; None where `read_into` says False."""
+        """Return a copy of these bytes; None where `read_into` returns False."""
         with suppress(FileNotFoundError):
             if offset + length <= os.fstat(self._open(segment, create=False)).st_size:  # or there may be no such memory
-                found = memoryview(bytearray(length))
-                return found if self.read_into(segment, offset, found) else None
+                memory = memoryview(bytearray(length))
+                return memory if self.read_into(segment, offset, memory) else None
         return None
 
     def read_into(self, segment: int, offset: int, memory: memoryview) -> bool:
-        """Fill `memory` with the bytes from `offset` on. False where the file ends before, isn't there, or the disk
-        can't read it; part of it may be filled then.
+        """Fill `memory` with the bytes from `offset` on. Returns False if the file is missing or too short, or the disk
+        can't read it; part of the memory may be filled then.
 
         Copied and not mapped: what is copied can be cut off, freed or damaged in the file and stays what it is, and
         a page that can't be read is an error here and no signal that kills the process.
@@ -147,28 +147,28 @@ class SegmentFiles:
         return True
 
     def prefetch(self, segment: int, offset: int, length: int) -> None:
-        """Have the system read these bytes in the meantime."""
+        """Have the system start to read these bytes into its page cache."""
         with suppress(FileNotFoundError):
             os.posix_fadvise(self._open(segment, create=False), offset, length, os.POSIX_FADV_WILLNEED)
 
     def drop_cached(self, extent: Extent) -> None:
-        """Have the system forget its copy in memory, so that the next read is from the disk."""
+        """Drop the extent from the page cache, so that the next read is from the disk."""
         os.posix_fadvise(self._open(extent.segment), extent.offset, extent.length, os.POSIX_FADV_DONTNEED)
 
     def is_cached(self, extent: Extent) -> bool:
-        """Whether the system seems to have these bytes in memory: by a page at the start, the middle and the end."""
+        """Return whether the extent seems to be in the page cache: by a page at its start, middle and end."""
         try:
             descriptor = self._open(extent.segment, create=False)
             for offset in {extent.offset, extent.offset + extent.length // 2, extent.end - ALIGNMENT}:
                 os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
-        except OSError:  # gone, or a file system that can't tell
+        except OSError:  # missing, or a file system that can't tell
             return True
         return True
 
     def free(self, extent: Extent) -> None:
-        """Make a hole of it: for good once the call returns."""
+        """Make a hole of the extent; its bytes can't be read any more once the call returns."""
         descriptor = self._open(extent.segment)
         offset, length = ctypes.c_int64(extent.offset), ctypes.c_int64(extent.length)
         if _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, offset, length):
@@ -179,7 +179,7 @@ class SegmentFiles:
         os.fdatasync(descriptor)
 
     def data(self) -> Iterator[Extent]:
-        """What is not a hole, over all segments: whole blocks."""
+        """Yield what is not a hole, over all segments: whole blocks."""
         for segment in self.segments():
             descriptor = self._open(segment)
             end = 0

@@ -2,7 +2,7 @@
 
 The file is blocks of ALIGNMENT bytes: a head with the format of the records, then the chunks, then an end. A chunk is a
 title block (key, number of records, their size) and its records as they lie in a segment, each padded. Head, titles and
-end have checksums of their own: a reader always knows how much to read, and behind damage the next title is found.
+end have checksums of their own: a reader always knows how much to read, and after damage the next title is found.
 """
 
 import struct
@@ -27,7 +27,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass
 class Transfer:
-    """What an export or an import did: chunks by hash, bytes on disk, and a line for each chunk that was damaged.
+    """What an export or an import did: chunk hashes, bytes on disk, and a line for each damaged chunk.
 
     kept: chunks that the store had already. fingerprints: of the models whose KV was imported.
     """
@@ -45,13 +45,13 @@ class Transfer:
 
 
 def export_chunks(store: SegmentStore, file: BinaryIO, progress: Callable[[int], None] = lambda size: None) -> Transfer:
-    """Write all chunks that verify. progress: told the bytes of each chunk."""
+    """Write all chunks that verify. progress: called with the bytes of each chunk."""
     done = Transfer()
     file.write(_block(_HEAD.pack(_HEAD_MAGIC, FORMAT_VERSION)))
-    for key, size in store.sizes().items():
+    for key, size in store.admin.sizes().items():
         progress(size)
         try:
-            records = store.records(key)
+            records = store.admin.records(key)
         except CorruptRecordError as error:
             done.problems.append(f"chunk {key.chunk_hash}: {error}")
             continue
@@ -80,16 +80,16 @@ def check_head(file: BinaryIO, name: str) -> None:
 
 
 def import_chunks(file: BinaryIO, store: SegmentStore, progress: Callable[[int], None] = lambda size: None) -> Transfer:
-    """Put the chunks that the store doesn't have, each in a transaction of its own and only if all its records verify.
+    """Store the chunks that the store doesn't have, each in a transaction of its own and if all its records verify.
 
-    The file's head has been read. progress: told the bytes of each chunk. Raises StoreError if there is no space.
+    The file's head has been read. progress: called with the bytes of each chunk. Raises StoreError without space.
     """
     done = Transfer()
-    for found in _chunks(file):
-        if isinstance(found, str):
-            done.problems.append(found)
+    for chunk in _chunks(file):
+        if isinstance(chunk, str):
+            done.problems.append(chunk)
             continue
-        key, num_records, data = found
+        key, num_records, data = chunk
         progress(ALIGNMENT + len(data))
         if store.contains(key):
             done.kept.add(key.chunk_hash)
@@ -107,29 +107,29 @@ def import_chunks(file: BinaryIO, store: SegmentStore, progress: Callable[[int],
 
 
 def _chunks(file: BinaryIO) -> Iterator[tuple[ChunkKey, int, memoryview] | str]:
-    """Key, number of records and their bytes, unchecked; or a line about what can't be read."""
-    lost: dict[str, None] = {}  # hashes in the blocks since the last title, in order
-    num_lost = 0
+    """Yield the key, number of records and their bytes, unchecked; or a line about what can't be read."""
+    missing: dict[str, None] = {}  # hashes in the blocks since the last title, in order
+    num_blocks = 0
     while block := file.read(ALIGNMENT):
         if not (_is_whole(block) and block.startswith((_TITLE_MAGIC, _END_MAGIC))):
-            num_lost += 1
+            num_blocks += 1
             with suppress(CorruptRecordError):
-                lost[identify(block)[0][:HASH_BYTES].hex()] = None
+                missing[identify(block)[0][:HASH_BYTES].hex()] = None
             continue
-        yield from _loss(lost, num_lost)
-        lost, num_lost = {}, 0
+        yield from _loss(missing, num_blocks)
+        missing, num_blocks = {}, 0
         if block.startswith(_END_MAGIC):
             return
         _, key, num_records, size_bytes = _TITLE.unpack_from(block)
         yield ChunkKey.parse(key), num_records, memoryview(file.read(size_bytes))
-    yield from _loss(lost, num_lost)
+    yield from _loss(missing, num_blocks)
     yield "the file is cut off: chunks that followed are missing; export it again"
 
 
-def _loss(lost: dict[str, None], num_blocks: int) -> Iterator[str]:
-    if num_blocks and not lost:
+def _loss(missing: dict[str, None], num_blocks: int) -> Iterator[str]:
+    if num_blocks and not missing:
         yield f"{num_blocks * ALIGNMENT} bytes that belong to no chunk"
-    for chunk_hash in lost:
+    for chunk_hash in missing:
         yield f"chunk {chunk_hash}: its title is damaged"
 
 

@@ -11,9 +11,9 @@ _LAYER_BYTES = 2
 
 
 def verify_records(records: Iterable[tuple[bytes, bytes | memoryview]]) -> Verification:
-    """Decode every record, and see that each chunk's layers are numbered from 0 without a gap and are of one shape.
+    """Decode every record, and check that each entry's layers are numbered from 0 without a gap and are of one shape.
 
-    A chunk whose last layers are missing is found where another chunk of the same model has more.
+    An entry whose last layers are missing is noticed if another entry of the same model has more.
     """
     num_records, problems = 0, []
     model_to_chunks: dict[bytes, list[tuple[bytes, int]]] = {}

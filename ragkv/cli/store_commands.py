@@ -26,7 +26,7 @@ _STREAM = Path("-")
 def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
     """How many chunks and records the store holds, how they are stored, and how large they are."""
     with _store(load_config(config_file, home=home)) as kv:
-        found, codecs = kv.stats(), kv.codecs()
+        found, codecs = kv.admin.stats(), kv.admin.codecs()
     if as_json:
         typer.echo(json.dumps({**asdict(found), "codecs": codecs}))
     else:
@@ -36,7 +36,7 @@ def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = 
 def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
     """Read and check every record. Ends with status 1 if something is wrong."""
     with _store(load_config(config_file, home=home)) as kv, err.status("checking every record"):
-        found = kv.verify()
+        found = kv.admin.verify()
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:
@@ -94,7 +94,7 @@ def export_kv(
     with _store(load_config(config_file, home=home)) as kv:
         from ragkv.store.transfer import export_chunks
 
-        total = sum(kv.sizes().values())
+        total = sum(kv.admin.sizes().values())
         with _reported(file, "write"), _written(file) as target, output.ByteBar("Exporting KV", total) as bar:
             done = export_chunks(kv, target, bar.advance)
     output.print_transfer(err if file == _STREAM else out, "exported", done)

@@ -144,7 +144,7 @@ def _cold_ms(store: SegmentStore, keys: Sequence[ChunkKey]) -> float:
     tokens, times = 0, []
     for is_cold in (True, False):
         if is_cold:
-            store.drop_cached(keys)
+            store.admin.drop_cached(keys)
         begin, layer, tokens = time.perf_counter(), 0, 0
         with store.snapshot() as snapshot:
             while True:  # as a request reads: layer by layer, the next one announced

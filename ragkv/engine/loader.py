@@ -136,7 +136,7 @@ class KVLoader:
 
     def check_unchanged(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
         """Raise BadSpanError if one of these spans was deleted or replaced since it was first read."""
-        changed = set(snapshot.lost())
+        changed = set(snapshot.deleted())
         for span in spans if changed else ():
             if self.key(span) in changed:
                 raise BadSpanError(span, "was deleted while it was read")

@@ -67,7 +67,7 @@ def delete_for_good(
     hashes = {chunk.chunk_hash for id in ids for chunk in catalog.document_chunks(id)}
     deleted = [id for id in ids if catalog.delete_document(id)]
     unused = catalog.unreferenced(hashes) - set(kept)
-    size_bytes = sum(size for key, size in store.sizes().items() if key.chunk_hash in unused)
+    size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)
     if unused:
         store.delete(unused)
     index.sync(catalog)
@@ -139,7 +139,7 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
         return None
 
     garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
-    for key, size in store.sizes().items():
+    for key, size in store.admin.sizes().items():
         if why := reason(key):
             garbage[why][key] = size
     return garbage

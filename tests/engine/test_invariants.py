@@ -181,7 +181,7 @@ def key_of(harness, chunk, anchor):
 def damaged(harness, chunk, anchor, layer):
     """Flip one byte of a stored record, as a failing disk would."""
     with closing(open_store(harness)) as store:
-        segment, offset, length = store.locate(key_of(harness, chunk, anchor), layer)
+        segment, offset, length = store.admin.locate(key_of(harness, chunk, anchor), layer)
     with segment.open("r+b") as file:
         file.seek(offset + length // 2)
         byte = file.read(1)[0]

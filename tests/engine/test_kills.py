@@ -59,7 +59,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
         _, left = psutil.wait_procs(started, timeout=60)
         assert not left
         store = Home(config.home).open_store()
-        assert store.verify().problems == [], log.read_text()
+        assert store.admin.verify().problems == [], log.read_text()
         store.close()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,9 +67,9 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
         assert len(catalog.documents()) == 24
         hashes = catalog.chunk_hashes()
     store = Home(config.home).open_store()
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     assert hashes < set(store.chunk_hashes())
-    assert store.stats().num_chunks == len(hashes) + 1  # and the anchor
+    assert store.admin.stats().num_chunks == len(hashes) + 1  # and the anchor
     store.close()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert again.returncode == 0 and "24 unchanged" in again.stdout
@@ -84,6 +84,6 @@ def _num_records(config):
     except StoreError:
         return 0
     try:
-        return store.stats().num_records
+        return store.admin.stats().num_records
     finally:
         store.close()

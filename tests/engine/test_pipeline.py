@@ -63,7 +63,7 @@ def rewrite(store):
     """As it was, at another place."""
     keys = store.keys()
     for key in keys:
-        store.put_records(key, store.records(key))
+        store.put_records(key, store.admin.records(key))
 
 
 async def events_of(pipeline, question, policy="query:0.15", top_k=6, max_tokens=12, **options):
@@ -89,7 +89,7 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
 
 
 def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
-    stats = pipeline.workspace.store.stats()
+    stats = pipeline.workspace.store.admin.stats()
     assert config.index.num_contexts > 1
     assert stats.num_records == 30 * (1 + 2 * (stats.num_chunks - 1))  # the anchor has no average
     *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.1", fresh=True))
@@ -225,7 +225,7 @@ def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline
     assert without.text == before.text and without.usage.reused_tokens == 0 and "no usable KV" in without.fallback
     assert pipeline.counters["missing_chunks"] >= 1
     report = runner.run(pipeline.ingest([corpus]))
-    assert report.chunks_prefilled > 0 and store.verify().problems == []
+    assert report.chunks_prefilled > 0 and store.admin.verify().problems == []
     *_, after = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
     assert replace(after.usage, memory_tokens=0) == replace(before.usage, memory_tokens=0)
 
@@ -253,12 +253,12 @@ def test_the_second_request_for_a_chunk_finds_it_in_memory(runner, pipeline, cor
 def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, corpus):
     store = pipeline.workspace.store
     *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
-    verified, chunks = store.verify(), set(store.chunk_hashes())
+    verified, chunks = store.admin.verify(), set(store.chunk_hashes())
     rewrite(store)  # or the worker has it in memory
-    places = [place for key, place in store._index.places() if key[16:32].hex() != "0" * 32]  # not of the anchor
+    places = [place for key, place in store.disk.index.locations() if key[16:32].hex() != "0" * 32]  # not of the anchor
     for place in places[::2]:
         segment, offset, length = place.layer(3)
-        with store._files.path(segment).open("r+b") as file:
+        with store.disk.files.path(segment).open("r+b") as file:
             file.seek(offset + length - 1)
             (byte,) = file.read(1)
             file.seek(offset + length - 1)
@@ -275,7 +275,7 @@ def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, 
     assert pipeline.counters["restored_chunks"] >= 1
     store.delete(chunks)  # for the tests that follow
     runner.run(pipeline.ingest([corpus]))
-    assert store.verify().num_records == verified.num_records
+    assert store.admin.verify().num_records == verified.num_records
 
 
 def test_sixteen_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline, config):
@@ -314,10 +314,10 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
         other = await Pipeline.open(small)
         try:
             await other.ingest([corpus])
-            stored = other.workspace.store.stats()
+            stored = other.workspace.store.admin.stats()
             answers = [(await events_of(other, QUESTIONS[2], "query:1.0", fresh=True))[-1] for _ in range(2)]
             again = await other.ingest([corpus])
-            return stored, answers, again, other.workspace.store.verify().problems
+            return stored, answers, again, other.workspace.store.admin.verify().problems
         finally:
             await other.close()
 
@@ -330,7 +330,7 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
 
 def test_hints_reach_the_store(runner, pipeline, corpus):
     def hints():
-        rows = pipeline.workspace.store._index._read("select key, hint from usage")
+        rows = pipeline.workspace.store.disk.index._read("select key, hint from usage")
         return {key[:16].hex(): hint for key, hint in rows}
 
     runner.run(pipeline.ingest([corpus / "tea.md"], hint="pin"))

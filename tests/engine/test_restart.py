@@ -104,7 +104,7 @@ def test_a_killed_engine_comes_back_and_nothing_is_lost(runner, home):
         await served.close()
         ended = await end_at_work(pipeline)
         assert [type(each) for each in ended] == [EngineStoppedError] * 4
-        problems = pipeline.workspace.store.verify().problems
+        problems = pipeline.workspace.store.admin.verify().problems
         await pipeline.close()
         return before, answers, after, report, names, counters, problems
 

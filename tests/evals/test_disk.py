@@ -30,7 +30,7 @@ def test_damage_is_not_measured_over(tmp_path, monkeypatch):
     def put_and_damage(store, chunks):
         chunks = list(chunks)
         write(store, chunks)
-        file, offset, length = store.locate(chunks[0][0], 3)
+        file, offset, length = store.admin.locate(chunks[0][0], 3)
         with file.open("r+b") as bytes_:
             bytes_.seek(offset + length // 2)
             bytes_.write(b"damage")

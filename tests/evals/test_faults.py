@@ -9,8 +9,8 @@ CAMPAIGN = (
 )
 WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
 LOSES_PUTS_AND_DIES = (
-    "import os; from ragkv.store.index import Changes; from ragkv.store.segment_store import SegmentStore\n"
-    "Changes.put = lambda *_: None; SegmentStore.stats = lambda _: os.abort()"
+    "import os; from ragkv.store.index import Changes; from ragkv.store.admin import StoreAdmin\n"
+    "Changes.put = lambda *_: None; StoreAdmin.stats = lambda _: os.abort()"
 )
 
 

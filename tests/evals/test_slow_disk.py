@@ -54,7 +54,7 @@ def test_a_slowed_store_reads_the_same_and_later(clock, tmp_path):
     layers = [LayerKV(torch.ones(2, 5, 8), torch.full((2, 5, 8), float(i)), base_position=0) for i in range(2)]
     with closing(SegmentStore(tmp_path)) as store:
         store.put([(key, layers)])
-        mib_s = store.locate(key, 0)[2] / MIB  # a second for each layer
+        mib_s = store.admin.locate(key, 0)[2] / MIB  # a second for each layer
         with slowed(SegmentStore.snapshot, mib_s)(store) as snapshot:
             for layer in (0, 1, 2):
                 snapshot.prefetch(key, layer)
@@ -63,5 +63,5 @@ def test_a_slowed_store_reads_the_same_and_later(clock, tmp_path):
             for i, layer in enumerate(layers):
                 assert torch.equal(snapshot.get(key, i).v, layer.v)
                 assert clock.now == pytest.approx(101.0 + i)
-            assert snapshot.get(key, 2) is None and snapshot.get(missing, 0) is None and snapshot.lost() == []
+            assert snapshot.get(key, 2) is None and snapshot.get(missing, 0) is None and snapshot.deleted() == []
     assert clock.now == pytest.approx(102.0)

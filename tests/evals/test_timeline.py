@@ -42,7 +42,7 @@ def test_residency_is_seen_and_not_changed(tmp_path):
         residency = Residency(store, keys, num_layers=3)
         assert residency.resident() == residency.sizes
         for _ in range(100):  # what is being read just now can't be dropped
-            store.drop_cached(keys)
+            store.admin.drop_cached(keys)
             if residency.resident() == [0, 0, 0]:
                 break
             time.sleep(0.02)

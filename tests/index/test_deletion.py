@@ -70,10 +70,10 @@ def state_of(home):
     """Names of the documents, keys in the store, and how many chunks the saved index finds."""
     with home.open_catalog() as catalog, closing(home.open_store()) as store:
         names = [document.title for document in catalog.documents()]
-        assert store.verify().problems == []
+        assert store.admin.verify().problems == []
         index = VectorIndex(home.index)
         assert not index.sync(catalog)
-        return names, set(store.sizes()), len(index)
+        return names, set(store.admin.sizes()), len(index)
 
 
 def test_a_document_goes_with_all_that_is_its_own(home, folder, monkeypatch):

@@ -30,7 +30,7 @@ def make_layers(seed=0, num_tokens=5, dtype=torch.float32):
 def drop_cached(store, keys):
     """Have the system forget these chunks, or skip the test where it can't."""
     for _ in range(100):  # what is being written just now can't be dropped
-        store.drop_cached(keys)
+        store.admin.drop_cached(keys)
         if not any(map(store.in_page_cache, keys)):
             return
         time.sleep(0.02)

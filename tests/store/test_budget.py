@@ -26,7 +26,7 @@ def put(store, *chunks):
 
 def used_bytes(store):
     """Without the block that the file system takes to know where a file's blocks are."""
-    return store._files.size_on_disk() - 4096
+    return store.disk.files.size_on_disk() - 4096
 
 
 @pytest.mark.parametrize("eviction", ["gdsf", "lru", "lfu", "lfuda"])
@@ -39,7 +39,7 @@ def test_records_never_take_more_than_the_budget(tmp_path, eviction):
         assert used_bytes(store) <= 4 * CHUNK_BYTES
         assert n in held(store)
     assert len(set(store.chunk_hashes(evicted=True)) - set(store.chunk_hashes())) > 20
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     store.close()
 
 
@@ -51,9 +51,9 @@ def test_what_is_used_stays(tmp_path):
     assert held(store) == {1, 2, 4, 5}
     put(store, 6)
     assert held(store) == {1, 2, 4, 6}
-    gauges = store.gauges()
+    gauges = store.admin.gauges()
     assert (gauges["entries"], gauges["evicted_entries"]) == (4, 2)
-    assert gauges["disk_bytes"] == store._files.size_on_disk()
+    assert gauges["disk_bytes"] == store.disk.files.size_on_disk()
     store.close()
 
 
@@ -109,7 +109,7 @@ def test_what_finds_no_room_is_left_out(tmp_path):
     store.put([(make_key(chunk=9), make_layers(num_tokens=1000))])
     assert 1 in held(store) and 9 not in held(store)
     assert {int(chunk, 16) for chunk in store.chunk_hashes(evicted=True)} == {1, 2, 3, 9}  # as if they had been evicted
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     store.close()
 
 

@@ -65,7 +65,7 @@ def test_put_replaces(store):
     store.put([(key, make_layers(seed=2, num_tokens=9))])
     with store.snapshot() as snapshot:
         assert torch.equal(snapshot.get(key, 1).k, make_layers(seed=2, num_tokens=9)[1].k)
-    assert store.stats().num_records == NUM_LAYERS
+    assert store.admin.stats().num_records == NUM_LAYERS
 
 
 def test_a_snapshot_does_not_see_later_writes(store):
@@ -83,14 +83,14 @@ def test_a_snapshot_does_not_see_later_writes(store):
 
 
 def test_delete_takes_every_model_and_anchor_of_a_chunk_and_nothing_else(store):
-    gone = [make_key(), make_key(anchor=8), make_key(fingerprint=8), make_key(heads=(2, 4))]
+    deleted = [make_key(), make_key(anchor=8), make_key(fingerprint=8), make_key(heads=(2, 4))]
     kept = [make_key(chunk=0), make_key(chunk=2), make_key(chunk=(1 << 128) - 1)]
-    store.put([(key, make_layers()) for key in gone + kept])
-    assert store.delete([gone[0].chunk_hash]) == NUM_LAYERS * len(gone)
-    assert not any(store.contains(key) for key in gone)
+    store.put([(key, make_layers()) for key in deleted + kept])
+    assert store.delete([deleted[0].chunk_hash]) == NUM_LAYERS * len(deleted)
+    assert not any(store.contains(key) for key in deleted)
     assert all(store.contains(key) for key in kept)
     assert list(store.chunk_hashes()) == sorted(key.chunk_hash for key in kept)
-    assert store.delete([gone[0].chunk_hash, "ab" * 16]) == 0
+    assert store.delete([deleted[0].chunk_hash, "ab" * 16]) == 0
 
 
 def test_a_failing_put_writes_nothing(store):
@@ -101,21 +101,21 @@ def test_a_failing_put_writes_nothing(store):
     with pytest.raises(RuntimeError):
         store.put(chunks())
     assert not store.contains(make_key(chunk=1))
-    assert store.stats().num_records == 0
+    assert store.admin.stats().num_records == 0
 
 
 def test_verify_passes_and_finds_missing_layers(store):
     store.put([(make_key(chunk=1), make_layers()), (make_key(chunk=2), make_layers())])
-    assert store.verify().problems == []
-    assert store.verify().num_records == 2 * NUM_LAYERS
+    assert store.admin.verify().problems == []
+    assert store.admin.verify().num_records == 2 * NUM_LAYERS
     store.put([(make_key(chunk=3), make_layers()[:2])])
-    (problem,) = store.verify().problems
+    (problem,) = store.admin.verify().problems
     assert make_key(chunk=3).chunk_hash in problem and "2 of 3 layers" in problem
 
 
 def test_stats(store):
     store.put([(make_key(chunk=1), make_layers()), (make_key(chunk=1, anchor=5), make_layers())])
-    stats = store.stats()
+    stats = store.admin.stats()
     assert (stats.num_chunks, stats.num_records) == (1, 2 * NUM_LAYERS)
     assert stats.size_bytes == 2 * NUM_LAYERS * (128 + 2 * 2 * 5 * 8 * 4)
 
@@ -141,8 +141,8 @@ def test_records_of_several_codecs_lie_side_by_side(tmp_path):
         exact, rounded = (snapshot.get(make_key(chunk=i), 2).decoded()[0] for i in (1, 2))
     assert torch.equal(exact, make_layers(seed=1, num_tokens=64)[2].k)
     assert 0 < (exact - rounded).abs().max() < 0.02
-    assert store.verify().problems == []
-    assert store.stats().size_bytes < 0.75 * 2 * NUM_LAYERS * (128 + 2 * 2 * 64 * 8 * 4)
+    assert store.admin.verify().problems == []
+    assert store.admin.stats().size_bytes < 0.75 * 2 * NUM_LAYERS * (128 + 2 * 2 * 64 * 8 * 4)
     store.close()
 
 
@@ -151,7 +151,7 @@ def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
     store.put([(make_key(), make_layers())])
     code = (
         "import sys; from pathlib import Path; from ragkv.store.segment_store import SegmentStore;"
-        "print(SegmentStore(Path(sys.argv[1])).stats().num_records)"
+        "print(SegmentStore(Path(sys.argv[1])).admin.stats().num_records)"
     )
     seen = subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == str(NUM_LAYERS)
@@ -168,7 +168,7 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
     with closing(sqlite3.connect(tmp_path / "kv" / "index.db")) as index:
         index.execute("alter table chunk add column more text")
     whole = (tmp_path / "kv" / "index.db").read_bytes()
-    monkeypatch.setattr("ragkv.store.segment_store.FORMAT_VERSION", 4)
+    monkeypatch.setattr("ragkv.store.opening.FORMAT_VERSION", 4)
     with pytest.raises(StoreError, match=r"format 3; this release reads format\s+4"):
         SegmentStore(tmp_path / "kv")
     assert (tmp_path / "kv" / "index.db").read_bytes() == whole
@@ -195,7 +195,7 @@ def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
         with pytest.raises(StoreError, match="MiB free.*No space left.*Free some space"):
             store.put((make_key(chunk=n), make_layers(num_tokens=500)) for n in range(2, 50))
         assert list(store.chunk_hashes()) == [make_key(chunk=1).chunk_hash]
-        assert store.verify().problems == []
+        assert store.admin.verify().problems == []
     store.put([(make_key(chunk=2), make_layers())])
     store.close()
 
@@ -206,12 +206,12 @@ def test_a_snapshot_tells_what_was_lost_while_it_was_read(tmp_path):
     with store.snapshot() as snapshot:
         for n in (1, 2, 3):
             snapshot.get(make_key(chunk=n), 0)
-        assert snapshot.lost() == []
-        place = store.locate(make_key(chunk=2), 0)
+        assert snapshot.deleted() == []
+        location = store.admin.locate(make_key(chunk=2), 0)
         store.delete([make_key(chunk=n).chunk_hash for n in (1, 2, 4)])
         store.put([(make_key(chunk=1), make_layers(seed=1)), (make_key(chunk=2), make_layers(seed=9))])
-        assert place == store.locate(make_key(chunk=2), 0)  # where it lay before
-        assert snapshot.lost() == [make_key(chunk=1), make_key(chunk=2)]
+        assert location == store.admin.locate(make_key(chunk=2), 0)  # the same location as before
+        assert snapshot.deleted() == [make_key(chunk=1), make_key(chunk=2)]
     store.close()
 
 
@@ -221,32 +221,32 @@ def test_what_is_deleted_or_replaced_is_in_no_file_any_more(tmp_path):
     store.put([(make_key(chunk=1), secret), (make_key(chunk=2), other), (make_key(chunk=3), secret)])
 
     def found(layers):
-        wanted = layers[1].v.numpy().tobytes()[64:128]
-        return sum(wanted in file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file())
+        secret = layers[1].v.numpy().tobytes()[64:128]
+        return sum(secret in file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file())
 
     assert found(secret) and found(other)
-    size = store.stats().file_bytes
+    size = store.admin.stats().file_bytes
     store.delete([make_key(chunk=1).chunk_hash])
     assert found(secret)  # of chunk 3
     store.put([(make_key(chunk=3), make_layers(seed=9, num_tokens=300))])
     assert not found(secret) and found(other)
-    assert store.stats().file_bytes < size
-    assert store.verify().problems == []
+    assert store.admin.stats().file_bytes < size
+    assert store.admin.verify().problems == []
     store.close()
 
 
 def test_verify_finds_what_no_record_is_known_for(tmp_path):
     store = SegmentStore(tmp_path / "kv")
     store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
-    file, offset, length = store.locate(make_key(chunk=1), NUM_LAYERS - 1)
+    file, offset, length = store.admin.locate(make_key(chunk=1), NUM_LAYERS - 1)
     with file.open("r+b") as segment:
         segment.seek(offset + 4 * length)
         segment.write(b"left")
-    (problem,) = store.verify().problems
+    (problem,) = store.admin.verify().problems
     assert "no record is known" in problem
     store.close()
-    reopened = SegmentStore(tmp_path / "kv")  # cleans up behind a process that was killed
-    assert reopened.verify().problems == []
+    reopened = SegmentStore(tmp_path / "kv")  # cleans up after a process that was killed
+    assert reopened.admin.verify().problems == []
     assert reopened.contains(make_key(chunk=1))
     reopened.close()
 
@@ -257,28 +257,28 @@ def test_a_file_cut_off_is_a_miss_and_no_crash(tmp_path, keep):
     store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
     with store.snapshot() as snapshot:
         assert snapshot.get(make_key(chunk=1), 2) is not None
-        os.truncate(store.locate(make_key(chunk=1), 0)[0], keep)
+        os.truncate(store.admin.locate(make_key(chunk=1), 0)[0], keep)
         with pytest.raises(CorruptRecordError):
             snapshot.get(make_key(chunk=1), 2)
-    assert any("layer 2" in problem for problem in store.verify().problems)
+    assert any("layer 2" in problem for problem in store.admin.verify().problems)
     store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     store.close()
 
 
-@pytest.mark.parametrize("loss", ["gone", "nonsense"])
+@pytest.mark.parametrize("loss", ["missing", "nonsense"])
 def test_chunks_are_found_again_without_their_index(tmp_path, loss):
     store = SegmentStore(tmp_path / "kv")
     store.put([(make_key(chunk=n), make_layers(seed=n, num_tokens=50 * n)) for n in range(1, 6)])
     store.put([(make_key(chunk=1, fingerprint=9), make_layers()[:2])])  # another model, of two layers
     store.put([(make_key(chunk=2), make_layers(seed=20, num_tokens=70))])
     store.delete([make_key(chunk=3).chunk_hash])
-    segment, offset, _ = store.locate(make_key(chunk=4), 1)
+    segment, offset, _ = store.admin.locate(make_key(chunk=4), 1)
     store.close()
     with segment.open("r+b") as file:
         file.seek(offset + 1000)
         file.write(b"damage")
-    if loss == "gone":
+    if loss == "missing":
         (tmp_path / "kv" / "index.db").unlink()
     else:
         (tmp_path / "kv" / "index.db").write_bytes(b"not a database at all" * 1000)
@@ -287,9 +287,9 @@ def test_chunks_are_found_again_without_their_index(tmp_path, loss):
     assert again.contains(make_key(chunk=1, fingerprint=9))
     with again.snapshot() as snapshot:
         assert torch.equal(snapshot.get(make_key(chunk=2), 2).k, make_layers(seed=20, num_tokens=70)[2].k)
-    assert again.verify().problems == []
+    assert again.admin.verify().problems == []
     again.put([(make_key(chunk=4), make_layers())])
-    assert again.verify().problems == []
+    assert again.admin.verify().problems == []
     again.close()
 
 
@@ -333,7 +333,7 @@ def test_a_bit_that_flips_in_the_index_keeps_no_store_from_opening(tmp_path, tex
     with again.snapshot() as snapshot:
         for n in (1, 2):
             assert torch.equal(snapshot.get(make_key(chunk=n), 1).k, make_layers(seed=n)[1].k)
-    assert again.verify().problems == []
+    assert again.admin.verify().problems == []
     again.close()
 
 
@@ -359,8 +359,8 @@ def test_an_index_cut_off_in_use_is_a_clear_error(tmp_path, keep):
     os.truncate(tmp_path / "kv" / "index.db", keep)
     uses = [
         lambda: list(store.chunk_hashes()),
-        store.stats,
-        store.verify,
+        store.admin.stats,
+        store.admin.verify,
         lambda: store.put([(make_key(chunk=99), make_layers())]),
         lambda: store.delete([make_key(chunk=3).chunk_hash]),
     ]
@@ -376,14 +376,14 @@ def test_an_index_cut_off_in_use_is_a_clear_error(tmp_path, keep):
     store.close()
     again = SegmentStore(tmp_path / "kv")
     assert again.contains(make_key(chunk=1))
-    assert again.verify().problems == []
+    assert again.admin.verify().problems == []
     again.close()
 
 
 def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_path):
     code = (
         CHILD + "store = SegmentStore(Path(sys.argv[1]))\n"
-        "store._files.sync = lambda segments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.disk.files.sync = lambda segments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "store.put([(make_key(chunk=1), make_layers()[:2])])"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "kv", os.path.dirname(__file__)])
@@ -391,7 +391,7 @@ def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_pa
     assert list((tmp_path / "kv" / "segments").iterdir())
     store = SegmentStore(tmp_path / "kv")
     assert list(store.chunk_hashes()) == []
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     store.close()
 
 
@@ -401,7 +401,7 @@ def test_space_is_used_again(tmp_path):
         store.put([(make_key(chunk=n % 4), make_layers(seed=n, num_tokens=100 + 50 * (n % 5)))])
         if n % 3 == 0:
             store.delete([make_key(chunk=(n + 1) % 4).chunk_hash])
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     assert max(file.stat().st_size for file in (tmp_path / "kv" / "segments").iterdir()) < 700_000
     store.close()
 
@@ -422,7 +422,7 @@ def test_two_processes_write_in_turn(tmp_path):
         store.put([(make_key(chunk=59), make_layers(seed=59, num_tokens=130))])
     assert process.returncode == 0
     assert set(store.chunk_hashes()) == {make_key(chunk=n).chunk_hash for n in (59, *range(130, 160))}
-    assert store.verify().problems == []
+    assert store.admin.verify().problems == []
     with store.snapshot() as snapshot:
         assert torch.equal(snapshot.get(make_key(chunk=140), 1).k, make_layers(seed=140, num_tokens=100)[1].k)
     store.close()
@@ -451,8 +451,8 @@ def test_a_killed_writer_leaves_a_store_that_verifies(tmp_path):
         process.wait()
         process.stdout.close()
     store = SegmentStore(tmp_path / "kv")
-    assert store.stats().num_records > 0
-    assert store.verify().problems == []
+    assert store.admin.stats().num_records > 0
+    assert store.admin.verify().problems == []
     store.close()
 
 

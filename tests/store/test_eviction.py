@@ -41,12 +41,12 @@ def test_what_was_popular_once_grows_old(name):
     eviction = filled(name, sizes=(1,), costs=(1,))
     for _ in range(20):
         eviction.touch(0)
-    gone = []
+    evicted = []
     for key in range(1, 60):
         eviction.add(key, 1, 1)
         eviction.touch(key)
-        gone.append(eviction.evict())
-    assert 0 in gone
+        evicted.append(eviction.evict())
+    assert 0 in evicted
     forever = filled("lfu", sizes=(1,), costs=(1,))
     for _ in range(20):
         forever.touch(0)
@@ -71,9 +71,9 @@ def test_sizes_add_up_whatever_happens(name):
                 eviction.remove(key)
                 sizes.pop(key, None)
             case _ if step % 3 == 0:
-                gone = eviction.evict()
-                assert (gone is None) == (not sizes)
-                sizes.pop(gone, None)
+                evicted = eviction.evict()
+                assert (evicted is None) == (not sizes)
+                sizes.pop(evicted, None)
         assert (len(eviction), eviction.size_bytes, set(eviction)) == (len(sizes), sum(sizes.values()), set(sizes))
 
 

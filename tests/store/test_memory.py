@@ -81,9 +81,9 @@ def test_what_was_read_doesnt_change_with_the_file(tmp_path):
         store.put([(key, layers)])
         with store.snapshot() as snapshot:
             found = snapshot.get(key, 1)
-            file, _, _ = store.locate(key, 1)
+            file, _, _ = store.admin.locate(key, 1)
             store.delete([key.chunk_hash])
-            assert torch.equal(found.k, layers[1].k) and snapshot.lost() == [key]
+            assert torch.equal(found.k, layers[1].k) and snapshot.deleted() == [key]
             with file.open("r+b") as segment:
                 segment.truncate(0)
             assert torch.equal(found.v, layers[1].v)

@@ -58,7 +58,7 @@ def imported(data, store):
 
 
 def records_of(store):
-    return {key: store.records(key) for key in store.sizes()}
+    return {key: store.admin.records(key) for key in store.admin.sizes()}
 
 
 def title_offset(data, chunk):
@@ -67,7 +67,7 @@ def title_offset(data, chunk):
 
 def test_everything_arrives_as_it_was(source, target):
     data, done = exported(source)
-    assert len(done.chunks) == 3 and done.size_bytes == sum(source.sizes().values()) and not done.problems
+    assert len(done.chunks) == 3 and done.size_bytes == sum(source.admin.sizes().values()) and not done.problems
     told = []
     file = io.BytesIO(data)
     check_head(file, "the file")
@@ -75,21 +75,21 @@ def test_everything_arrives_as_it_was(source, target):
     assert (found.chunks, found.size_bytes, found.kept, found.problems) == (done.chunks, done.size_bytes, set(), [])
     assert len(told) == 4 and sum(told) == len(data) - 2 * ALIGNMENT
     assert records_of(target) == records_of(source)
-    assert target.verify().problems == []
+    assert target.admin.verify().problems == []
 
 
 def test_an_import_obeys_the_budget(source, tmp_path):
     data, _ = exported(source)
-    budget = sum(source.sizes().values()) // 2
+    budget = sum(source.admin.sizes().values()) // 2
     pinned = make_key(9)
     with closing(SegmentStore(tmp_path / "small", disk_bytes=budget)) as small:
         small.put([(pinned, make_layers(9))])
         small.hint([pinned.chunk_hash], "pin")
         imported(data, small)
-        assert sum(small.sizes().values()) <= budget and small.contains(pinned)
+        assert sum(small.admin.sizes().values()) <= budget and small.contains(pinned)
         small.hint([make_key(n).chunk_hash for n in (1, 2, 3)], "pin")
         done = imported(data, small)
-        assert sum(small.sizes().values()) <= budget
+        assert sum(small.admin.sizes().values()) <= budget
         assert done.problems and all("budget has no room" in problem for problem in done.problems)
 
 
@@ -99,16 +99,16 @@ def test_codecs_are_kept(source, target, tmp_path):
     imported(exported(small)[0], target)
     target.put([(make_key(6), make_layers(6)), (make_key(7), make_layers(7))])
     assert records_of(target)[make_key(5)] == records_of(small)[make_key(5)]
-    assert target.codecs() == {"int8": NUM_LAYERS, "raw": 2 * NUM_LAYERS}
+    assert target.admin.codecs() == {"int8": NUM_LAYERS, "raw": 2 * NUM_LAYERS}
     small.close()
 
 
 def test_chunks_that_are_there_stay(source, target):
     target.put([(make_key(2), make_layers(99))])
-    before = target.records(make_key(2))
+    before = target.admin.records(make_key(2))
     found = imported(exported(source)[0], target)
-    assert found.kept == {make_key(2).chunk_hash} and len(found.chunks) == 3  # 2 behind the other anchor is new
-    assert target.records(make_key(2)) == before
+    assert found.kept == {make_key(2).chunk_hash} and len(found.chunks) == 3  # 2 after the other anchor is new
+    assert target.admin.records(make_key(2)) == before
     again = imported(exported(source)[0], target)
     assert (len(again.kept), again.chunks, again.size_bytes) == (3, set(), 0)
 
@@ -117,20 +117,20 @@ def test_chunks_that_are_there_stay(source, target):
 @pytest.mark.parametrize("at", [0, 40, 1000])
 def test_a_damaged_record_costs_its_chunk_alone(source, target, layer, at):
     data, _ = exported(source)
-    offset = title_offset(data, 1) + ALIGNMENT + layer * padded(len(source.records(make_key(1))[0])) + at
+    offset = title_offset(data, 1) + ALIGNMENT + layer * padded(len(source.admin.records(make_key(1))[0])) + at
     data[offset] ^= 1
     found = imported(data, target)
     (problem,) = found.problems
     assert make_key(1).chunk_hash in problem
-    assert set(target.sizes()) == set(source.sizes()) - {make_key(1)}
-    assert target.verify().problems == []
+    assert set(target.admin.sizes()) == set(source.admin.sizes()) - {make_key(1)}
+    assert target.admin.verify().problems == []
 
 
 def test_a_damaged_title_costs_its_chunk_alone(source, target):
     data, _ = exported(source)
     data[title_offset(data, 1) + 70] ^= 1
     assert imported(data, target).problems == [f"chunk {make_key(1).chunk_hash}: its title is damaged"]
-    assert set(target.sizes()) == set(source.sizes()) - {make_key(1)}
+    assert set(target.admin.sizes()) == set(source.admin.sizes()) - {make_key(1)}
 
 
 def test_a_file_cut_off_gives_what_it_has(source, target):
@@ -140,7 +140,7 @@ def test_a_file_cut_off_gives_what_it_has(source, target):
     assert "cut off" in last and "export it again" in last
     first, *_ = imported(data[: start + ALIGNMENT + 5000], target).problems
     assert make_key(3).chunk_hash in first
-    assert set(target.sizes()) == set(source.sizes()) - {make_key(3)}
+    assert set(target.admin.sizes()) == set(source.admin.sizes()) - {make_key(3)}
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"RKV1" * 5000, os.urandom(9000)])
@@ -157,7 +157,7 @@ def test_another_format_is_refused_by_name(source, target, monkeypatch):
 
 
 def test_damage_in_the_store_is_not_exported(source, target):
-    file, offset, _ = source.locate(make_key(1), 1)
+    file, offset, _ = source.admin.locate(make_key(1), 1)
     with file.open("r+b") as segment:
         segment.seek(offset + 500)
         segment.write(b"damage")
@@ -165,17 +165,17 @@ def test_damage_in_the_store_is_not_exported(source, target):
     (problem,) = done.problems
     assert make_key(1).chunk_hash in problem and len(done.chunks) == 2
     assert imported(data, target).problems == []
-    assert set(target.sizes()) == set(source.sizes()) - {make_key(1)}
+    assert set(target.admin.sizes()) == set(source.admin.sizes()) - {make_key(1)}
 
 
 def test_a_record_that_does_not_verify_is_not_put(source, target):
-    records = source.records(make_key(1))
+    records = source.admin.records(make_key(1))
     for bad in ([*records[:-1], records[0]], [records[0], b"", records[2]]):
         with pytest.raises(CorruptRecordError):
             target.put_records(make_key(1), bad)
     with pytest.raises(CorruptRecordError):
         target.put_records(make_key(2), records)
-    assert not target.sizes() and target.verify().problems == []
+    assert not target.admin.sizes() and target.admin.verify().problems == []
 
 
 def test_a_killed_import_leaves_whole_chunks_and_goes_on(source, target, tmp_path):
@@ -185,14 +185,14 @@ def test_a_killed_import_leaves_whole_chunks_and_goes_on(source, target, tmp_pat
         "import os, signal, sys; from pathlib import Path; from ragkv.store.segment_store import SegmentStore\n"
         "from ragkv.store.transfer import check_head, import_chunks\n"
         "store, calls = SegmentStore(Path(sys.argv[1])), []\n"
-        "sync = store._files.sync\n"
-        "store._files.sync = lambda s: (calls.append(s), sync(s), len(calls) > 2 and os.kill(os.getpid(), 9))\n"
+        "sync = store.disk.files.sync\n"
+        "store.disk.files.sync = lambda s: (calls.append(s), sync(s), len(calls) > 2 and os.kill(os.getpid(), 9))\n"
         "file = open(sys.argv[2], 'rb'); check_head(file, 'x'); import_chunks(file, store)"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "other", tmp_path / "file"])
     assert killed.returncode == -signal.SIGKILL
     other = SegmentStore(tmp_path / "other")
-    assert len(other.sizes()) == 2 and other.verify().problems == []
+    assert len(other.admin.sizes()) == 2 and other.admin.verify().problems == []
     assert len(imported(data, other).kept) == 2
     assert records_of(other) == records_of(source)
     other.close()
@@ -200,5 +200,5 @@ def test_a_killed_import_leaves_whole_chunks_and_goes_on(source, target, tmp_pat
 
 def test_keys_are_deleted_alone(source):
     assert source.delete_keys([make_key(2, anchor=9), make_key(1)]) == 2 * NUM_LAYERS
-    assert set(source.sizes()) == {make_key(2), make_key(3)}
-    assert source.verify().problems == []
+    assert set(source.admin.sizes()) == {make_key(2), make_key(3)}
+    assert source.admin.verify().problems == []

@@ -1,4 +1,4 @@
-"""Whether chunks lie on a disk or in the system's memory, and bringing them nearer."""
+"""Whether chunks are in the page cache, and prefetching them."""
 
 import time
 from contextlib import closing
@@ -13,11 +13,11 @@ KEYS = [ChunkKey(f"{n:032x}", "0" * 32, "1" * 32, (0, 2)) for n in range(4)]
 LAYERS = [LayerKV(torch.randn(2, 500, 64), torch.randn(2, 500, 64), 0) for _ in range(3)]
 
 
-def test_what_will_be_read_is_brought_near(tmp_path):
+def test_what_will_be_read_is_brought_into_the_page_cache(tmp_path):
     with closing(SegmentStore(tmp_path)) as store:
         store.put([(key, LAYERS) for key in KEYS[:3]])
         drop_cached(store, KEYS[:3])
-        store.prefetch([KEYS[0], KEYS[2], KEYS[3]])  # of the last there is nothing
+        store.prefetch([KEYS[0], KEYS[2], KEYS[3]])  # the last one is not stored
         end = time.monotonic() + 30
         while not (store.in_page_cache(KEYS[0]) and store.in_page_cache(KEYS[2])) and time.monotonic() < end:
             time.sleep(0.01)
@@ -33,4 +33,4 @@ def test_a_store_closes_while_it_reads(tmp_path):
     store.prefetch(KEYS)
     store.close()
     with closing(SegmentStore(tmp_path)) as again:
-        assert again.verify().problems == []
+        assert again.admin.verify().problems == []
