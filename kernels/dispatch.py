@@ -63,7 +63,7 @@ def _no_native(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"they are for CPUs, not for {device.type}"
     if native.find() is None:
-        return "there are none for this processor from when ragkv was installed (it needs a compiler: `g++ --version`)"
+        return "none were compiled for this processor when ragkv was installed (it needs a compiler: `g++ --version`)"
     return None
 
 

@@ -1,8 +1,8 @@
 // The operators on CPU, called through ctypes (`ragkv.kernels.native`); the references in Python define them.
 //
 // Compiled for several instruction sets; vectors are GCC's and Clang's own. Products are tiles of ROWS x 2 vectors that
-// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. Compiled for finite
-// numbers only: what a row doesn't see is set to LOWEST, not to minus infinity.
+// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. Compiled for
+// finite numbers only: what a row doesn't see is set to LOWEST, not to minus infinity.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -156,8 +156,8 @@ inline void product(const float* a, int a_step, int a_row, const float* b, int b
     for (int c = 0; c < 2; ++c) store(to + r * to_step + c * W, sums[r][c]);
 }
 
-// Writes up to KEYS rows of `size` numbers as columns of `to` [size][KEYS], zeros after them. In squares, so that neither
-// side is accessed with large strides.
+// Writes up to KEYS rows of `size` numbers as columns of `to` [size][KEYS], zeros after them. In squares, so that
+// neither side is accessed with large strides.
 template <typename T, typename At>
 inline void pack_columns(At row_at, int count, int size, float* to) {
   constexpr int SIDE = 8;

@@ -73,7 +73,7 @@ def test_native_on_a_gpu():
         choose("native", torch.device("cuda"))
 
 
-def test_a_wish_that_is_none():
+def test_an_unknown_name():
     with pytest.raises(KernelsError, match="auto, triton, native, torch, not 'cuda'"):
         choose("cuda", CPU)
 

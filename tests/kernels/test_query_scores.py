@@ -16,7 +16,7 @@ every_implementation = pytest.mark.parametrize("scores", implementations("query_
 
 
 def case(num_tokens, num_queries, num_heads, num_kv_heads, head_size, dtype=torch.float32):
-    """A question behind tokens that stand in any order, among which are the question's own."""
+    """A question after tokens in any order, its own among them."""
     generator = torch.Generator().manual_seed(1)
     k = torch.randn(num_kv_heads, num_tokens, head_size, generator=generator)
     q = torch.randn(num_queries, num_heads, head_size, generator=generator)
@@ -107,7 +107,7 @@ def test_keys_larger_than_32_bits_can_count(scores):
 
 @every_implementation
 def test_keys_that_nobody_has_written_are_not_seen(scores):
-    """Their positions are behind every query, their numbers may be anything."""
+    """Their positions are after every query's, their numbers may be anything."""
     q, q_positions, k, k_positions, spec = case(200, 12, 6, 2, 64)
     unknown = k_positions < 40
     k[:, unknown] = torch.nan

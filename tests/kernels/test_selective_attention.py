@@ -35,7 +35,7 @@ class Case:
         return AttentionSpec(self.q.shape[-1] ** -0.5, **options)
 
     def paged(self, layout="NHD", window=None):
-        """K and V in blocks at random, NaN wherever no query looks; and where they are."""
+        """K and V in blocks at random, NaN wherever no query looks."""
         num_kv_heads, num_tokens, head_size = self.k.shape
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         table = torch.randperm(num_blocks + 2, generator=torch.Generator().manual_seed(1))[:num_blocks].to(DEVICE)
