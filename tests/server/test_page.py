@@ -126,7 +126,7 @@ def test_an_option_that_cannot_be_used_is_brought_to_light(pipeline, page) -> No
     assert not pipeline.asked
 
 
-def test_names_and_texts_of_strangers_stay_text(pipeline, api, page) -> None:
+def test_untrusted_names_and_texts_stay_text(pipeline, api, page) -> None:
     source = replace(SOURCE, document_id=HOSTILE, title=HOSTILE, text=HOSTILE)
     pipeline.script = [Retrieved([source]), Delta(HOSTILE), replace(ANSWER, fallback=HOSTILE)]
     pipeline.counters = {HOSTILE: 1}
@@ -144,7 +144,7 @@ def test_names_and_texts_of_strangers_stay_text(pipeline, api, page) -> None:
     assert page.chrome.title == "ragkv" and not page.all("img")
 
 
-def test_the_strip_counts_what_usage_counts(page) -> None:
+def test_token_origins_count_what_usage_counts(page) -> None:
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
     counts = [int(text) for text in page.texts("#kinds td:nth-child(2)")]
@@ -154,7 +154,7 @@ def test_the_strip_counts_what_usage_counts(page) -> None:
         *(usage.prefix_tokens, usage.reused_tokens, usage.recomputed_tokens),
     )
     assert page["prompt-summary"].text == "30 tokens, of which 25 (83.3%) were not computed."
-    assert page.texts("#strip .label") == ["Instruction 5", "1 A [b] 22", "Question 3"]
+    assert page.texts("#origins .label") == ["Instruction 5", "1 A [b] 22", "Question 3"]
     (of_source,) = page.texts("#by-source tr:nth-child(2)")
     assert of_source == "1 A [b]22" + "091120"
 
@@ -162,17 +162,17 @@ def test_the_strip_counts_what_usage_counts(page) -> None:
 def test_the_keyboard_and_the_pointer_go_through_all_tokens(page) -> None:
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
-    strip = page["strip"]
-    strip.send_keys(Keys.END)
-    assert strip.get_attribute("aria-valuetext") == "Token 30 of 30: “ t29”, Computed, Question"
-    assert strip.get_attribute("aria-valuenow") == strip.get_attribute("aria-valuemax") == "30"
-    strip.send_keys(Keys.PAGE_UP, Keys.PAGE_UP, Keys.ARROW_RIGHT)
+    origins = page["origins"]
+    origins.send_keys(Keys.END)
+    assert origins.get_attribute("aria-valuetext") == "Token 30 of 30: “ t29”, Computed, Question"
+    assert origins.get_attribute("aria-valuenow") == origins.get_attribute("aria-valuemax") == "30"
+    origins.send_keys(Keys.PAGE_UP, Keys.PAGE_UP, Keys.ARROW_RIGHT)
     assert page["token-facts"].text == "Token 27 of 30 · Recomputed · 1 A [b]"
     assert page.texts("#token") == [" t26"] and page.texts("#token-after") == [" t27 t28 t29"]
-    strip.send_keys(Keys.HOME, Keys.ARROW_LEFT)
+    origins.send_keys(Keys.HOME, Keys.ARROW_LEFT)
     assert page["token-facts"].text.startswith("Token 1 of 30 · Prefix cache")
     page.run("""
-        const canvas = document.querySelectorAll("#strip canvas")[1], box = canvas.getBoundingClientRect();
+        const canvas = document.querySelectorAll("#origins canvas")[1], box = canvas.getBoundingClientRect();
         const at = { clientX: box.left + 6 * 9 + 2, clientY: box.top + 5, bubbles: true };
         canvas.dispatchEvent(new PointerEvent("pointermove", at));
     """)
@@ -183,7 +183,7 @@ def test_cells_are_drawn_in_the_colours_and_heights_of_their_kinds(page) -> None
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
     heights = page.run("""
-        const canvas = document.querySelectorAll("#strip canvas")[1], { width, height } = canvas;
+        const canvas = document.querySelectorAll("#origins canvas")[1], { width, height } = canvas;
         const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
         const pixel = (x, y) => data.slice(4 * (y * width + x), 4 * (y * width + x + 1)).join();
         return [5, 9, 20].map((token) => {
@@ -202,11 +202,11 @@ def test_eight_thousand_tokens_are_drawn_at_once(pipeline, page) -> None:
     assert page.texts("#kinds td:nth-child(2)") == ["30", "3,000", "4,500", "400", "70"]
     took_ms = page.run(
         """
-        const { drawStrip, clearStrip } = await import("/page/strip.js"), [prompt] = arguments;
-        clearStrip();
+        const { drawOrigins, clearOrigins } = await import("/page/origins.js"), [prompt] = arguments;
+        clearOrigins();
         const begin = performance.now();
-        drawStrip(prompt, [{ name: "1", start: 0, end: prompt.tokens.length, runs: prompt.runs }]);
-        document.querySelector("#strip canvas").getContext("2d").getImageData(0, 0, 1, 1);
+        drawOrigins(prompt, [{ name: "1", start: 0, end: prompt.tokens.length, runs: prompt.runs }]);
+        document.querySelector("#origins canvas").getContext("2d").getImageData(0, 0, 1, 1);
         return performance.now() - begin;
     """,
         asdict(pipeline.origins),
@@ -249,7 +249,7 @@ def test_errors_are_shown_where_they_happen(pipeline, page, script, status, mess
     assert not page["answer-problem"].is_displayed()
 
 
-def test_times_stand_beside_a_full_prefill_expected_then_measured(pipeline, page) -> None:
+def test_times_are_compared_with_a_full_prefill_expected_then_measured(pipeline, page) -> None:
     timings = Timings(retrieve_ms=10, load_ms=100, probe_ms=50, recompute_ms=30, ttft_ms=200, total_ms=1210)
     pipeline.script = [*SCRIPT[:3], replace(ANSWER, timings=timings, plan=replace(ANSWER.plan, prefill_ms=900))]
     page.ask()
@@ -265,7 +265,7 @@ def test_times_stand_beside_a_full_prefill_expected_then_measured(pipeline, page
     page.until(lambda: page["full-name"].text == "Full prefill, measured")
     assert page["full-ms"].text == "600 ms" and page["answer"].text == "Grüße,\n world"
     assert page["ratio"].text == (
-        "The first token came 3 times as fast as full prefill. 5 tokens lay in vLLM's prefix cache."
+        "The first token came 3 times as fast as full prefill. 5 tokens came from vLLM's prefix cache."
     )
     question, options = pipeline.asked[-1]
     assert (question, options.policy.name, options.max_tokens) == ("who?", "full", 1) and options.fresh

@@ -1,9 +1,9 @@
-// The server's API: its errors, its event streams, and the key that it may ask for.
+// The API client: errors, event streams, and the key that the server may ask for.
 
 import { byId } from "./dom.js";
 
 const KEY = "ragkv-key";
-let asking = null; // while the dialog is open: what it will come to
+let asking = null; // while the dialog is open: a promise of whether a key was given
 
 export class ApiError extends Error {
   constructor(message, status = 0, retryAfterS = 0) {
@@ -13,7 +13,7 @@ export class ApiError extends Error {
   }
 }
 
-// A response that is well. Where the server asks for a key, so does the page, unless `quiet`.
+// Return a response with status 2xx, or throw an ApiError. Asks for a key if the server needs one, unless `quiet`.
 export async function request(path, { quiet = false, headers = {}, ...options } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
@@ -32,7 +32,7 @@ export function post(path, body, options) {
   return request(path, { method: "POST", body: JSON.stringify(body), headers, ...options });
 }
 
-// Each event of a stream, as [name, data].
+// Yield each event of a stream, as [name, data].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -66,7 +66,7 @@ async function errorOf(response) {
   return new ApiError(message, response.status, Number(response.headers.get("Retry-After")) || 1);
 }
 
-// Whether there is another key to try: requests that are refused together ask once.
+// Return whether there is another key to try: requests that are refused together open one dialog.
 async function keyOtherThan(refused, message) {
   if (sessionStorage.getItem(KEY) !== refused) return true;
   asking ??= askForKey(refused && message).finally(() => (asking = null));

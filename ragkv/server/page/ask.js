@@ -1,4 +1,4 @@
-// A question, its answer as it comes, and what the answer tells of itself.
+// The question form, the answer as it streams, and its facts.
 
 import { ApiError, events, post } from "./api.js";
 import { byId, count, counted, element, milliseconds, showProblem } from "./dom.js";
@@ -22,7 +22,7 @@ export function startAsking() {
   byId("stop").addEventListener("click", () => running?.abort());
 }
 
-// What the form says; what it leaves open, the server's configuration decides.
+// Return the form as a request body; the server's configuration fills in what is left empty.
 function choices() {
   const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
   const percent = number("budget");
@@ -58,7 +58,7 @@ function begin(question) {
   byId("welcome").hidden = byId("sources-card").hidden = true;
   byId("answer-card").hidden = byId("stop").hidden = false;
   byId("asked").textContent = question;
-  byId("answer").ariaBusy = "true"; // read out once it is whole, not by the word
+  byId("answer").ariaBusy = "true"; // screen readers read it out once it is whole
   byId("answer").textContent = byId("answer-facts").textContent = "";
   byId("answer-state").textContent = "Looking for sources…";
 }
@@ -69,7 +69,7 @@ function end() {
   running = null;
 }
 
-// The `done` event of an answer; what comes before it is shown.
+// Show an answer as it streams, and return its `done` event.
 async function answered(body, signal) {
   const response = await post("/v1/answer", body, { signal });
   let sources = [];
@@ -108,7 +108,7 @@ function showDone(done, body) {
   showPrompt(done);
 }
 
-// The same question by full prefill, with nothing reused. Asking or stopping ends it.
+// Ask the same question with a full prefill, reusing nothing. A new question or Stop ends it.
 async function measured(body) {
   const own = (running = new AbortController());
   byId("stop").hidden = false;

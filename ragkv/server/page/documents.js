@@ -1,4 +1,4 @@
-// The documents that are indexed: a list by pages, their chunks, and their end.
+// The indexed documents: a list that is loaded page by page, their chunks, and their deletion.
 
 import { get, request } from "./api.js";
 import { byId, bytes, count, counted, element, showProblem } from "./dom.js";
@@ -6,23 +6,23 @@ import { byId, bytes, count, counted, element, showProblem } from "./dom.js";
 const PAGE = 100;
 
 let loaded = []; // documents, by name
-let next = ""; // the name behind which the next page begins; null behind the last one
-let wanted = PAGE; // how many are to be shown
-let items = new Map(); // what is shown, by the document as it was told: what stays the same stays open
-let latest = 0; // counts what was asked for, so that nothing old is shown over something new
+let next = ""; // the name after which the next page begins; null after the last one
+let numShown = PAGE; // how many are to be shown
+let items = new Map(); // what is shown, by the document as JSON: what is unchanged stays open
+let latest = 0; // number of the newest load, so that an older one never overwrites it
 
 export function startDocuments() {
   byId("filter").addEventListener("input", () => {
-    wanted = PAGE;
+    numShown = PAGE;
     fill();
   });
   byId("more").addEventListener("click", () => {
-    wanted += PAGE;
+    numShown += PAGE;
     fill();
   });
 }
 
-// From the start, as many as were shown.
+// Load the list again, as many documents as were shown.
 export function refreshDocuments() {
   [loaded, next] = [[], ""];
   return fill();
@@ -33,13 +33,13 @@ async function fill() {
   const own = (latest += 1);
   showProblem(byId("documents-problem"), null);
   try {
-    while (matching().length < wanted && next !== null) {
+    while (matching().length < numShown && next !== null) {
       const after = next && `&after=${encodeURIComponent(next)}`;
       const page = await get(`/v1/documents?limit=${PAGE}${after}`);
       if (own !== latest) return;
       loaded.push(...page.documents);
       next = page.next;
-      if (matching().length < wanted) show();
+      if (matching().length < numShown) show();
     }
     show();
   } catch (error) {
@@ -53,21 +53,21 @@ function matching() {
 }
 
 function show() {
-  const documents = matching().slice(0, wanted);
+  const documents = matching().slice(0, numShown);
   const focused = document.activeElement;
   const isAll = next === null && matching().length === documents.length;
   const filtered = byId("filter").value.trim() ? " found" : "";
   byId("num-documents").textContent = `${counted(documents.length, "document")}${filtered}${isAll ? "" : ", and more"}`;
   byId("no-documents").hidden = loaded.length > 0;
   byId("more").hidden = isAll;
-  const entries = documents.map((told) => [JSON.stringify(told), told]);
-  items = new Map(entries.map(([key, told]) => [key, items.get(key) ?? documentItem(told)]));
+  const entries = documents.map((document) => [JSON.stringify(document), document]);
+  items = new Map(entries.map(([key, document]) => [key, items.get(key) ?? documentItem(document)]));
   byId("documents").replaceChildren(...items.values());
   if (focused !== document.activeElement) focused.focus({ preventScroll: true });
 }
 
-function documentItem(told) {
-  const { name, title, num_chunks, num_tokens } = told;
+function documentItem(info) {
+  const { name, title, num_chunks, num_tokens } = info;
   const facts = `${counted(num_chunks, "chunk")} · ${counted(num_tokens, "token")}`;
   const about = title && title !== name ? [element("span", { className: "meta", dir: "auto" }, title)] : [];
   const summary = element(
@@ -79,14 +79,14 @@ function documentItem(told) {
   );
   const chunks = element("div", { className: "chunks" });
   const details = element("details", {}, summary, chunks);
-  details.addEventListener("toggle", () => details.open && !chunks.querySelector("details") && addChunks(told, chunks));
+  details.addEventListener("toggle", () => details.open && !chunks.querySelector("details") && addChunks(info, chunks));
   const button = element("button", { type: "button", className: "plain", ariaLabel: `Delete ${name}` }, "Delete");
   const item = element("li", {}, details, button);
-  button.addEventListener("click", () => remove(told, item));
+  button.addEventListener("click", () => remove(info, item));
   return item;
 }
 
-// To those that are shown: the server gives as many at a time as it likes.
+// Append the next chunks to those that are shown; the server chooses how many it returns.
 async function addChunks({ name, num_chunks }, place) {
   place.querySelector(":scope > .problem")?.remove();
   const more = place.querySelector(":scope > button");
@@ -110,8 +110,8 @@ function chunkItem({ ordinal, num_tokens, text, stored }) {
   return element("details", {}, summary, element("p", { className: "text", dir: "auto" }, text));
 }
 
-async function remove(told, item) {
-  const { name, num_chunks, num_tokens } = told;
+async function remove(info, item) {
+  const { name, num_chunks, num_tokens } = info;
   byId("deletion-name").textContent = name;
   byId("deletion-what").textContent =
     `This takes ${counted(num_chunks, "chunk")} (${counted(num_tokens, "token")}) out of the index and deletes their ` +
@@ -119,11 +119,11 @@ async function remove(told, item) {
   if (!(await confirmed())) return;
   item.querySelector(":scope > .problem")?.remove();
   try {
-    const gone = await (await request(pathOf(name), { method: "DELETE" })).json();
-    const kept = gone.num_shared ? `, ${count(gone.num_shared)} of them kept for other documents` : "";
-    const size = `${bytes(gone.size_bytes)} of KV freed`;
-    byId("documents-state").textContent = `Deleted ${name}: ${counted(gone.num_chunks, "chunk")}${kept}, ${size}.`;
-    byId("filter").focus(); // the button that had the focus is gone
+    const deletion = await (await request(pathOf(name), { method: "DELETE" })).json();
+    const kept = deletion.num_shared ? `, ${count(deletion.num_shared)} of them kept for other documents` : "";
+    const size = `${bytes(deletion.size_bytes)} of KV freed`;
+    byId("documents-state").textContent = `Deleted ${name}: ${counted(deletion.num_chunks, "chunk")}${kept}, ${size}.`;
+    byId("filter").focus(); // the button that had the focus is deleted
     await refreshDocuments();
   } catch (error) {
     item.append(problem(error));

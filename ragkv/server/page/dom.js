@@ -1,4 +1,4 @@
-// Elements, and numbers as text. Text is set as text only: names and documents come from strangers.
+// Elements, and numbers as text. Text is set as text only: names and documents are untrusted.
 
 export const byId = (id) => document.getElementById(id);
 

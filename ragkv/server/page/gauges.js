@@ -1,4 +1,4 @@
-// What the server is doing, from its metrics, every two seconds while somebody looks.
+// The gauges: the server's metrics, read every two seconds while the page is visible.
 
 import { request } from "./api.js";
 import { byId, count, counted, element, milliseconds, row, share, swatch } from "./dom.js";
@@ -30,7 +30,7 @@ async function poll() {
   timer = setTimeout(poll, EVERY_MS);
 }
 
-// They are not for every key: a tenant's page does without.
+// Show the metrics, unless the key is a tenant's: those are refused.
 async function showMetrics() {
   const metrics = await request("/metrics", { quiet: true }).catch((error) => {
     if (error.status !== 403) throw error;
@@ -42,7 +42,7 @@ async function showMetrics() {
   show(history.map(([, samples]) => samples));
 }
 
-// Only where it changed: it is read out.
+// Change the text only if it differs: screen readers read each change out.
 function setStatus(state, text) {
   const place = byId("status");
   if (place.textContent !== text) place.textContent = text;

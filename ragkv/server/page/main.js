@@ -3,17 +3,17 @@ import { startAsking } from "./ask.js";
 import { refreshDocuments, startDocuments } from "./documents.js";
 import { byId } from "./dom.js";
 import { startGauges } from "./gauges.js";
-import { startStrip } from "./strip.js";
+import { startOrigins } from "./origins.js";
 import { startTimes } from "./times.js";
 import { followJobs, startUploads } from "./uploads.js";
 
 startAsking();
 startTimes();
-startStrip();
+startOrigins();
 startDocuments();
 startUploads(refreshDocuments);
 
-refreshDocuments() // asks for the key, if there is to be one, and only then anything else
+refreshDocuments() // asks for the key, if one is needed, before anything else does
   .then(startGauges)
   .then(() => get("/v1/models", { quiet: true }))
   .then(({ data }) => (byId("model").textContent = data[0].id))

@@ -1,12 +1,12 @@
-// Prometheus' text format, as far as this server writes it, and what its counters say over a time.
+// A reader of Prometheus' text format, as far as this server writes it, and sums over time.
 
-// Each series' value, by the series as it is written: `name{label="value"}`.
+// Return each series' value, by the series as it is written: `name{label="value"}`.
 export function parse(text) {
   const lines = text.split("\n").filter((line) => line && !line.startsWith("#"));
   return new Map(lines.map((line) => line.split(/ (?=[^ ]*$)/)).map(([series, value]) => [series, Number(value)]));
 }
 
-// The series of a metric that has one label, by the label's value.
+// Return the series of a metric that has one label, by the label's value.
 export function labelled(samples, metric) {
   const found = new Map();
   for (const series of samples.keys()) {
@@ -16,7 +16,7 @@ export function labelled(samples, metric) {
   return found;
 }
 
-// By how much a counter grew over a history, an array of samples. At a restart counters begin at 0 again.
+// Return by how much a counter grew over a history, an array of samples. Counters restart at 0 with the server.
 export function increase(history, series) {
   let sum = 0;
   for (let i = 1; i < history.length; i++) {
@@ -26,7 +26,7 @@ export function increase(history, series) {
   return sum;
 }
 
-// The mean of what a histogram or summary observed over a history; null if it was nothing.
+// Return the mean of what a histogram observed over a history; null if it observed nothing.
 export function mean(history, metric, labels = "") {
   const observed = increase(history, `${metric}_count${labels}`);
   return observed ? increase(history, `${metric}_sum${labels}`) / observed : null;

@@ -1,13 +1,13 @@
-// Where each token of a prompt came from: the legend, the figures by source, and the strip.
+// Where each token of a prompt came from: the legend, the figures by source, and the token origins.
 
 import { byId, count, counted, element, row, share, swatch } from "./dom.js";
-import { KINDS, clearStrip, drawStrip } from "./strip.js";
+import { KINDS, clearOrigins, drawOrigins } from "./origins.js";
 
 const NAMES = Object.keys(KINDS);
 
 export function hidePrompt() {
   byId("prompt-card").hidden = true;
-  clearStrip();
+  clearOrigins();
 }
 
 export function showPrompt({ prompt, sources }) {
@@ -33,7 +33,7 @@ export function showPrompt({ prompt, sources }) {
       return row(element("bdi", {}, name), count(size), ...NAMES.map((kind) => count(own[kind])));
     }),
   );
-  drawStrip(prompt, groups);
+  drawOrigins(prompt, groups);
 }
 
 // Runs in a row that belong to the same source, or to none.

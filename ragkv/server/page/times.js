@@ -12,7 +12,7 @@ const STAGES = {
 };
 const OF_FIRST_TOKEN = ["load", "probe", "recompute", "rest"];
 
-let shown = 0; // counts answers, so that a measurement never lands beside another one's times
+let shown = 0; // counts answers, so that a measurement is never compared with another answer's times
 
 export function startTimes() {
   byId("measure").addEventListener("click", () => measure?.());
@@ -25,7 +25,7 @@ export function hideTimes() {
   byId("times-card").hidden = true;
 }
 
-// measured: asks the same by full prefill.
+// measured: a function that asks the same question with a full prefill.
 export function showTimes(done, measured) {
   const { timings, plan } = done;
   const stages = stagesOf(timings);
@@ -66,7 +66,7 @@ function stagesOf(timings) {
   return { retrieve, load, probe, recompute, rest, decode: Math.max(0, total_ms - retrieve - ttft_ms) };
 }
 
-// Of a bar that is as long as their sum.
+// The parts of a bar that is as long as their sum.
 function parts(stages, names) {
   return names.filter((name) => stages[name] > 0).map((name) => part({ stage: name }, stages[name]));
 }
@@ -77,7 +77,7 @@ function part(dataset, size) {
   return made;
 }
 
-// full: the full prefill to stand beside, or null if nothing is known of it.
+// full: the full prefill to compare with, or null if nothing is known of it.
 function compare({ timings, usage }, full) {
   const longest = Math.max(timings.ttft_ms, full?.ttft_ms ?? 0);
   const rest = (ttft) => part({ stage: "nothing" }, longest - ttft);
@@ -99,7 +99,7 @@ function verdict(ttft, usage, full) {
       ? `The first token came no faster than ${full.isExpected ? "is expected of a full prefill" : "by full prefill"}.`
       : `The first token came ${ratio.toLocaleString("en", { maximumFractionDigits: 1 })} times as fast as ${prefill}.`,
   ];
-  if (usage.prefix_tokens) sentences.push(`${counted(usage.prefix_tokens, "token")} lay in vLLM's prefix cache.`);
+  if (usage.prefix_tokens) sentences.push(`${counted(usage.prefix_tokens, "token")} came from vLLM's prefix cache.`);
   if (full.usage && full.usage.prompt_tokens !== usage.prompt_tokens) {
     sentences.push(`The documents changed meanwhile: the measured prompt has ${counted(full.usage.prompt_tokens, "token")}.`);
   }

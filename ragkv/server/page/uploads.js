@@ -28,14 +28,14 @@ export function startUploads(indexed) {
     drop.classList.remove("over");
     [...event.dataTransfer.items].filter((item) => item.kind === "file").forEach(take);
   });
-  for (const type of ["dragover", "drop"]) addEventListener(type, (event) => event.preventDefault()); // beside it
+  for (const type of ["dragover", "drop"]) addEventListener(type, (event) => event.preventDefault()); // dropped elsewhere, a file would replace the page
   byId("clear-uploads").addEventListener("click", clear);
   addEventListener("beforeunload", (event) => {
     if (waiting.length) event.preventDefault(); // what hasn't been sent would be lost
   });
 }
 
-// Jobs that were there before this page: somebody else's, or this tab's before it was loaded again.
+// Follow jobs that are older than this page: of other clients, or of this tab before it was reloaded.
 export async function followJobs() {
   const { jobs } = await get("/v1/jobs", { quiet: true });
   const open = jobs.filter(({ status }) => status === "waiting" || status === "running").reverse();
