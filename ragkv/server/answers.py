@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, TokenOrigins, Usage
-from ragkv.server.tenants import Tenants
+from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import (
     CLIENT_CLOSED_REQUEST,
     ERRORS,
@@ -64,26 +64,23 @@ class AnswerResponse(BaseModel):
         )
 
 
-def answers(tenants: Tenants) -> APIRouter:
-    router = APIRouter()
+router = APIRouter()
 
-    @router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ERRORS})
-    async def answer(body: AnswerRequest, request: Request) -> Response | AnswerResponse:
-        """Answer a question from the indexed documents."""
-        tenant = tenants.of(request)
-        options = body.options(tenant.pipeline.defaults, body.max_tokens)
-        check_ready(tenant.pipeline)
-        events = tenant.observed.answer(body.question, options)
-        # The first event is awaited before any status is sent, so that what is known by then gets its own.
-        first = await unless_disconnected(request, anext(events))
-        if first is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if body.stream:
-            return streaming(first, events, _frames, lambda error: _sse_event("error", error))
-        last = await unless_disconnected(request, last_of(events))
-        return AnswerResponse.of(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    return router
+@router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ERRORS})
+async def answer(body: AnswerRequest, request: Request, tenant: CurrentTenant) -> Response | AnswerResponse:
+    """Answer a question from the indexed documents."""
+    options = body.options(tenant.pipeline.defaults, body.max_tokens)
+    check_ready(tenant.pipeline)
+    events = tenant.observed.answer(body.question, options)
+    # The first event is awaited before any status is sent, so that an error until then gets its own status.
+    first = await unless_disconnected(request, anext(events))
+    if first is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if body.stream:
+        return streaming(first, events, _frames, lambda error: _sse_event("error", error))
+    last = await unless_disconnected(request, last_of(events))
+    return AnswerResponse.of(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _frames(event: AnswerEvent) -> Iterable[str]:

@@ -1,4 +1,6 @@
-"""The HTTP interface of pipelines: requests in, answers out. Knows nothing of vLLM or retrieval."""
+"""The HTTP interface of open pipelines. Knows nothing of vLLM or retrieval."""
+
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Security
 from fastapi.security import HTTPBearer
@@ -7,13 +9,11 @@ from pydantic import BaseModel, Field
 
 from ragkv import __version__
 from ragkv.config import MAIN
-from ragkv.server.answers import answers
-from ragkv.server.chat import chat
-from ragkv.server.documents import documents
+from ragkv.server import answers, chat, documents
 from ragkv.server.gate import Gate
 from ragkv.server.page import page
 from ragkv.server.telemetry import Telemetry
-from ragkv.server.tenants import Tenants
+from ragkv.server.tenants import AllTenants, Tenants
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, ErrorResponse, check_ready
 
 
@@ -27,40 +27,49 @@ class HealthResponse(StatusResponse):
     )
 
 
+_METRICS_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+    403: {"model": ErrorResponse, "description": "The key is a tenant's"},
+}
+
+
+router = APIRouter()  # open to everybody
+guarded = APIRouter(responses={401: ERRORS[401]})
+for each in (answers.router, chat.router, documents.router):
+    guarded.include_router(each)
+
+
+@router.get("/healthz")
+async def healthz(tenants: AllTenants) -> HealthResponse:
+    """Return whether the process is up, and its counters."""
+    return HealthResponse(status="ok", counters=tenants.main.pipeline.counters)
+
+
+@router.get("/readyz", responses={503: ERRORS[503]})
+async def readyz(tenants: AllTenants) -> StatusResponse:
+    """Return whether questions can be answered."""
+    check_ready(tenants.main.pipeline)
+    return StatusResponse(status="ready")
+
+
+@guarded.get("/metrics", responses=_METRICS_RESPONSES)
+async def metrics(request: Request, tenants: AllTenants) -> Response:
+    """Return the counts and times of all tenants in Prometheus' format. Only for the keys of `server.keys`."""
+    if request.scope["tenant"] != MAIN:
+        raise HTTPException(403, "the metrics are of all tenants; they need a key of server.keys")
+    return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
 def create_app(tenants: Tenants) -> FastAPI:
-    """The HTTP interface of open pipelines. Closing them stays with the caller."""
-    config, main = tenants.config, tenants.main.pipeline
-    holders = config.holders()
+    """Return the HTTP interface of open pipelines; the caller closes them."""
+    config, holders = tenants.config.server, tenants.config.holders()
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
-    max_upload_bytes = round(config.server.max_upload_mib * (1 << 20))
-    app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.server.max_pause_s)
+    app.state.tenants = tenants
+    max_upload_bytes = round(config.max_upload_mib * (1 << 20))
+    app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.max_pause_s)
     app.add_middleware(Telemetry)
-    bearer = HTTPBearer(auto_error=False, description="A key of the server's. The gate looks at it")
-    guarded = APIRouter(dependencies=[Security(bearer)] if holders else [], responses={401: ERRORS[401]})
-    for router in (answers(tenants), chat(tenants), documents(tenants)):
-        guarded.include_router(router)
     app.include_router(page())
-
-    @app.get("/healthz")
-    async def healthz() -> HealthResponse:
-        """Whether the process is up, and what it counted."""
-        return HealthResponse(status="ok", counters=main.counters)
-
-    @app.get("/readyz", responses={503: ERRORS[503]})
-    async def readyz() -> StatusResponse:
-        """Whether questions can be answered."""
-        check_ready(main)
-        return StatusResponse(status="ready")
-
-    plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    others = {"model": ErrorResponse, "description": "The key is a tenant's"}
-
-    @guarded.get("/metrics", responses={200: plain, 403: others})
-    async def metrics(request: Request) -> Response:
-        """Counts and times of all tenants, as Prometheus reads them. For the keys of `server.keys` alone."""
-        if request.scope["tenant"] != MAIN:
-            raise HTTPException(403, "the metrics are of all tenants; they need a key of server.keys")
-        return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    app.include_router(guarded)
+    app.include_router(router)
+    bearer = HTTPBearer(auto_error=False, description="A key of the server; the gate checks it")
+    app.include_router(guarded, dependencies=[Security(bearer)] if holders else [])
     return app

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
 from ragkv.server.answers import AnswerResponse
-from ragkv.server.tenants import Tenants
+from ragkv.server.tenants import CurrentConfig, CurrentTenant
 from ragkv.server.wire import (
     CLIENT_CLOSED_REQUEST,
     ERRORS,
@@ -193,40 +193,38 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def chat(tenants: Tenants) -> APIRouter:
-    router, started = APIRouter(), int(time.time())
-    config = tenants.config
-    not_found: dict[int | str, dict[str, Any]] = {
-        404: {"model": ErrorResponse, "description": "Another model is served"}
-    }
+router = APIRouter()
+_started = int(time.time())
+_NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": ErrorResponse, "description": "Another model is served"}}
 
-    @router.get("/v1/models")
-    async def models() -> ModelList:
-        """The model that answers."""
-        card = ModelCard(id=config.model.name, created=started, max_model_len=config.model.max_model_len)
-        return ModelList(data=[card])
 
-    @router.post("/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **not_found, **ERRORS})
-    async def complete(body: ChatRequest, request: Request) -> Response | ChatResponse:
-        """Answer the last message of a conversation from the indexed documents."""
-        if body.model not in (None, config.model.name):
-            raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
-        tenant = tenants.of(request)
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
-        check_ready(tenant.pipeline)
-        events = tenant.observed.answer(body.conversation(), options)
-        first = await unless_disconnected(request, anext(events))
-        if first is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        completion = _Completion(config.model.name)
-        if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return streaming(first, events, lambda e: completion.frames(e, with_usage), completion.error_frame)
-        last = await unless_disconnected(request, last_of(events))
-        return completion.response(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+@router.get("/v1/models")
+async def models(config: CurrentConfig) -> ModelList:
+    """Return the model that answers."""
+    card = ModelCard(id=config.model.name, created=_started, max_model_len=config.model.max_model_len)
+    return ModelList(data=[card])
 
-    return router
+
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **_NOT_FOUND, **ERRORS})
+async def complete(
+    body: ChatRequest, request: Request, tenant: CurrentTenant, config: CurrentConfig
+) -> Response | ChatResponse:
+    """Answer the last message of a conversation from the indexed documents."""
+    if body.model not in (None, config.model.name):
+        raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
+    check_ready(tenant.pipeline)
+    events = tenant.observed.answer(body.conversation(), options)
+    first = await unless_disconnected(request, anext(events))
+    if first is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    completion = _Completion(config.model.name)
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return streaming(first, events, lambda e: completion.frames(e, with_usage), completion.error_frame)
+    last = await unless_disconnected(request, last_of(events))
+    return completion.response(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 class _Completion:

@@ -1,4 +1,4 @@
-"""Documents as a resource: uploaded, watched on their way into the index, listed, searched, deleted."""
+"""Endpoints for documents: upload and its job, list, search, delete."""
 
 import tempfile
 from collections.abc import Sequence
@@ -6,21 +6,21 @@ from pathlib import Path
 from shutil import copyfileobj
 from typing import Annotated, Any, Literal
 
-import anyio.to_thread
-from fastapi import APIRouter, File, Form, HTTPException, Query, Request, Response, UploadFile
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, File, Form, HTTPException, Query, Response, UploadFile
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ragkv.errors import DocumentError
 from ragkv.index.uploads import Status, Upload
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
-from ragkv.server.tenants import Tenants
+from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import ErrorResponse, SourceResponse, check_ready
 from ragkv.store.eviction import HINTS, Hint
 
 _MAX_NAME = 500
 _ERRORS: dict[int, str] = {
     400: "The body can't be read",
-    404: "There is no such thing, or no longer",
+    404: "It doesn't exist, or no longer",
     408: "The body stopped coming, or came too slowly",
     409: "The home is being changed by another process",
     413: "The upload is too large",
@@ -45,12 +45,12 @@ class JobReport(BaseModel):
 
 
 class Job(BaseModel):
-    """An upload on its way into the index."""
+    """An upload that is being indexed, or was."""
 
     id: str
     status: Status
     created: float = Field(description="Seconds since 1970")
-    names: list[str] = Field(description="Of its files")
+    names: list[str] = Field(description="Names of its files")
     stage: Literal["load", "prefill"] | None = None
     done: int = 0
     total: int = 0
@@ -70,7 +70,7 @@ class Job(BaseModel):
 
 class JobList(BaseModel):
     jobs: list[Job] = Field(
-        description="Newest first. Of finished ones the newest are remembered, until the server restarts"
+        description="Newest first. The newest of the finished ones are remembered until the server restarts"
     )
 
 
@@ -83,14 +83,14 @@ class DocumentResponse(BaseModel):
 
 class DocumentList(BaseModel):
     documents: list[DocumentResponse] = Field(description="By name")
-    next: str | None = Field(description="What to give as `after` for the next page; null: there is none")
+    next: str | None = Field(description="The `after` of the next page; null on the last one")
 
 
 class ChunkResponse(BaseModel):
     ordinal: int
     num_tokens: int
     text: str
-    stored: bool = Field(description="Whether its KV is stored; otherwise it is precomputed when it is asked for")
+    stored: bool = Field(description="Whether its KV is stored; otherwise it is precomputed when it is retrieved")
 
 
 class DocumentWithChunks(DocumentResponse):
@@ -99,10 +99,10 @@ class DocumentWithChunks(DocumentResponse):
 
 class DeletionResponse(BaseModel):
     name: str
-    documents: list[str] = Field(description="What the name meant: a JSONL file's name means all of its records")
-    num_chunks: int = Field(description="Whose KV is gone")
-    num_shared: int = Field(description="Chunks that stay, because other documents have them")
-    size_bytes: int = Field(description="What the KV took on disk")
+    documents: list[str] = Field(description="The documents of that name: a JSONL file's name means all of its records")
+    num_chunks: int = Field(description="Chunks whose KV was deleted")
+    num_shared: int = Field(description="Chunks kept because other documents have them")
+    size_bytes: int = Field(description="Size of the deleted KV on disk")
 
 
 class SearchRequest(BaseModel):
@@ -123,118 +123,109 @@ class SearchResponse(BaseModel):
     sources: list[SourceResponse] = Field(description="Best first")
 
 
-def documents(tenants: Tenants) -> APIRouter:
-    router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1")
 
-    @router.post("/documents", status_code=202, responses=_errors(400, 408, 413, 429, 503))
-    async def upload(
-        request: Request,
-        response: Response,
-        files: Annotated[
-            list[UploadFile], File(min_length=1, description=f"{' '.join(SUFFIXES)}; the file name is the document's")
-        ],
-        hint: Annotated[
-            Hint | None,
-            Form(description="How its KV is treated when room is needed: " + "; ".join(map(": ".join, HINTS.items()))),
-        ] = None,
-    ) -> Job:
-        """Index files in the background. What was uploaded under the same name is replaced, what is the same as before
-        costs nothing. All or none: the job is there once all of them could be read, and from then on they are indexed
-        whatever happens to the server."""
-        tenant = tenants.of(request)
-        check_ready(tenant.pipeline)
-        names = _names(files)
-        with tempfile.TemporaryDirectory(prefix="ragkv-") as folder:
-            paths = [Path(folder, f"{i}{Path(name).suffix}") for i, name in enumerate(names)]
-            for file, path in zip(files, paths, strict=True):
-                await anyio.to_thread.run_sync(_save, file, path)
-            room = tenant.limits.max_text_bytes
-            if room is not None:
-                room -= await anyio.to_thread.run_sync(lambda: tenant.pipeline.catalog.text_bytes)
-            added = await tenant.uploads.add(list(zip(paths, names, strict=True)), hint, room)
-        response.headers["Location"] = f"/v1/jobs/{added.id}"
-        return Job.of(added)
 
-    @router.get("/jobs")
-    async def jobs(request: Request) -> JobList:
-        """Uploads, waiting and done."""
-        return JobList(jobs=[Job.of(upload) for upload in tenants.of(request).uploads.all()])
+@router.post("/documents", status_code=202, responses=_errors(400, 408, 413, 429, 503))
+async def upload(
+    tenant: CurrentTenant,
+    response: Response,
+    files: Annotated[
+        list[UploadFile], File(min_length=1, description=f"{' '.join(SUFFIXES)}; the file name is the document's")
+    ],
+    hint: Annotated[
+        Hint | None,
+        Form(description="How its KV is treated when room is needed: " + "; ".join(map(": ".join, HINTS.items()))),
+    ] = None,
+) -> Job:
+    """Index files in the background. A file replaces an earlier upload of the same name; an unchanged one costs
+    nothing. All files or none are accepted: the job exists once all of them could be read, and from then on they are
+    indexed whatever happens to the server."""
+    check_ready(tenant.pipeline)
+    names = _names(files)
+    with tempfile.TemporaryDirectory(prefix="ragkv-") as folder:
+        paths = [Path(folder, f"{i}{Path(name).suffix}") for i, name in enumerate(names)]
+        for file, path in zip(files, paths, strict=True):
+            await run_sync(_save, file, path)
+        room = tenant.limits.max_text_bytes
+        if room is not None:
+            room -= await run_sync(lambda: tenant.pipeline.catalog.text_bytes)
+        added = await tenant.uploads.add(list(zip(paths, names, strict=True)), hint, room)
+    response.headers["Location"] = f"/v1/jobs/{added.id}"
+    return Job.of(added)
 
-    @router.get("/jobs/{id}", responses=_errors(404))
-    async def job(request: Request, id: str) -> Job:
-        """How far an upload is."""
-        found = tenants.of(request).uploads.get(id)
-        if found is None:
-            raise HTTPException(
-                404, f"there is no job {id!r}; old ones are forgotten, and all finished ones when the server restarts"
-            )
-        return Job.of(found)
 
-    @router.get("/documents", responses=_errors())
-    async def list_documents(
-        request: Request,
-        after: Annotated[str, Query(description="The name behind which to begin")] = "",
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    ) -> DocumentList:
-        """Indexed documents."""
-        pipeline = tenants.of(request).pipeline
-        infos = await anyio.to_thread.run_sync(pipeline.catalog.documents, after, limit + 1)
-        more = infos[limit - 1].id if len(infos) > limit else None
-        return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
+@router.get("/jobs")
+async def jobs(tenant: CurrentTenant) -> JobList:
+    """List uploads, waiting and finished."""
+    return JobList(jobs=[Job.of(upload) for upload in tenant.uploads.all()])
 
-    @router.get("/documents/{name:path}", responses=_errors(404))
-    async def get_document(
-        request: Request,
-        name: str,
-        offset: Annotated[int, Query(ge=0, le=1 << 62, description="Chunks to pass over")] = 0,
-        limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
-    ) -> DocumentWithChunks:
-        """A document and its chunks."""
-        pipeline = tenants.of(request).pipeline
-        info = await anyio.to_thread.run_sync(pipeline.catalog.document, name)
-        if info is None:
-            raise _no_document(name)
-        chunks = await anyio.to_thread.run_sync(pipeline.indexer.document_chunks, name)
-        return DocumentWithChunks(
-            **_fields(info),
-            chunks=[
-                ChunkResponse(ordinal=c.ordinal, num_tokens=len(c.token_ids), text=c.text, stored=stored)
-                for c, stored in chunks[offset : offset + limit]
-            ],
+
+@router.get("/jobs/{id}", responses=_errors(404))
+async def job(tenant: CurrentTenant, id: str) -> Job:
+    """Return the progress of an upload."""
+    found = tenant.uploads.get(id)
+    if found is None:
+        raise HTTPException(
+            404, f"there is no job {id!r}; old ones are forgotten, and all finished ones when the server restarts"
         )
+    return Job.of(found)
 
-    @router.delete("/documents/{name:path}", responses=_errors(404, 409))
-    async def delete_document(request: Request, name: str) -> DeletionResponse:
-        """Delete a document, its vectors and its KV: gone when this returns. An upload of it that isn't indexed yet is
-        taken back."""
-        tenant = tenants.of(request)
-        withdrawn = await anyio.to_thread.run_sync(tenant.uploads.withdraw, name)
-        known = await anyio.to_thread.run_sync(tenant.pipeline.catalog.document_ids_of, name)
-        ids = {id for id in known if name in (id, source_file(id))}
-        if not ids | withdrawn:
-            raise _no_document(name)
-        deletion = await tenant.pipeline.indexer.delete(ids | withdrawn)
-        return DeletionResponse(
-            name=name,
-            documents=sorted(ids | withdrawn),
-            num_chunks=deletion.num_chunks,
-            num_shared=deletion.num_shared,
-            size_bytes=deletion.size_bytes,
-        )
 
-    @router.post("/search", responses=_errors(400, 408, 429))
-    async def search(body: SearchRequest, request: Request) -> SearchResponse:
-        """The chunks that a question would be answered from."""
-        tenant = tenants.of(request)
-        with tenant.limits.request():
-            sources = await tenant.pipeline.search(body.query, body.top_k or tenants.config.answer.top_k)
-        return SearchResponse(sources=[SourceResponse.of(source) for source in sources])
+@router.get("/documents", responses=_errors())
+async def list_documents(
+    tenant: CurrentTenant,
+    after: Annotated[str, Query(description="The name after which the page begins")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> DocumentList:
+    """List indexed documents."""
+    infos = await run_sync(tenant.pipeline.catalog.documents, after, limit + 1)
+    more = infos[limit - 1].id if len(infos) > limit else None
+    return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
 
-    return router
+
+@router.get("/documents/{name:path}", responses=_errors(404))
+async def get_document(
+    tenant: CurrentTenant,
+    name: str,
+    offset: Annotated[int, Query(ge=0, le=1 << 62, description="Chunks to skip")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
+) -> DocumentWithChunks:
+    """Return a document and its chunks."""
+    info = await run_sync(tenant.pipeline.catalog.document, name)
+    if info is None:
+        raise _no_document(name)
+    chunks = await run_sync(tenant.pipeline.indexer.document_chunks, name)
+    shown = [
+        ChunkResponse(ordinal=chunk.ordinal, num_tokens=len(chunk.token_ids), text=chunk.text, stored=stored)
+        for chunk, stored in chunks[offset : offset + limit]
+    ]
+    return DocumentWithChunks(**_fields(info), chunks=shown)
+
+
+@router.delete("/documents/{name:path}", responses=_errors(404, 409))
+async def delete_document(tenant: CurrentTenant, name: str) -> DeletionResponse:
+    """Delete a document, its vectors and its KV before returning. An upload of it that isn't indexed yet is
+    withdrawn."""
+    withdrawn = await run_sync(tenant.uploads.withdraw, name)
+    known = await run_sync(tenant.pipeline.catalog.document_ids_of, name)
+    ids = withdrawn | {id for id in known if name in (id, source_file(id))}
+    if not ids:
+        raise _no_document(name)
+    deletion = await tenant.pipeline.indexer.delete(ids)
+    return DeletionResponse(**{**vars(deletion), "name": name, "documents": sorted(ids)})
+
+
+@router.post("/search", responses=_errors(400, 408, 429))
+async def search(body: SearchRequest, tenant: CurrentTenant) -> SearchResponse:
+    """Return the chunks that a question would be answered from."""
+    with tenant.limits.request():
+        sources = await tenant.pipeline.search(body.query, body.top_k or tenant.pipeline.defaults.top_k)
+    return SearchResponse(sources=[SourceResponse.of(source) for source in sources])
 
 
 def _names(files: Sequence[UploadFile]) -> list[str]:
-    """Of documents: never used as a path. Raises DocumentError."""
+    """Return the names of the documents, which are never used as paths. Raises DocumentError for an invalid one."""
     names = [file.filename or "" for file in files]
     for name in names:
         parts = name.split("/")

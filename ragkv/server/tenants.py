@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from ragkv.background.restore import RESTORE_EVENTS
 from ragkv.config import MAIN, Config, TenantConfig
@@ -44,9 +45,8 @@ class Tenants:
     def main(self) -> Tenant:
         return self._tenants[MAIN]
 
-    def of(self, request: Request) -> Tenant:
-        """Whose key the request had, as the gate found out."""
-        return self._tenants[request.scope["tenant"]]
+    def __getitem__(self, name: str) -> Tenant:
+        return self._tenants[name]
 
     def start(self) -> None:
         """Go on with uploads that an earlier process left."""
@@ -69,3 +69,23 @@ class Tenants:
             if name != MAIN:
                 counters.update({event: tenant.pipeline.counters[event] for event in RESTORE_EVENTS})
         return dict(counters)
+
+
+async def _tenants(request: Request) -> Tenants:
+    tenants: Tenants = request.app.state.tenants
+    return tenants
+
+
+AllTenants = Annotated[Tenants, Depends(_tenants)]
+
+
+async def _tenant(request: Request, tenants: AllTenants) -> Tenant:
+    return tenants[request.scope["tenant"]]  # as the gate found out
+
+
+async def _config(tenants: AllTenants) -> Config:
+    return tenants.config
+
+
+CurrentTenant = Annotated[Tenant, Depends(_tenant)]
+CurrentConfig = Annotated[Config, Depends(_config)]
