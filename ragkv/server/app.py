@@ -12,7 +12,7 @@ from ragkv.config import MAIN
 from ragkv.server import answers, chat, documents
 from ragkv.server.gate import Gate
 from ragkv.server.page import page
-from ragkv.server.telemetry import Telemetry
+from ragkv.server.telemetry import observe_requests
 from ragkv.server.tenants import AllTenants, Tenants
 from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, ErrorResponse, check_ready
 
@@ -67,7 +67,7 @@ def create_app(tenants: Tenants) -> FastAPI:
     app.state.tenants = tenants
     max_upload_bytes = round(config.max_upload_mib * (1 << 20))
     app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.max_pause_s)
-    app.add_middleware(Telemetry)
+    observe_requests(app)
     app.include_router(page())
     app.include_router(router)
     bearer = HTTPBearer(auto_error=False, description="A key of the server; the gate checks it")

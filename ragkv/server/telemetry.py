@@ -1,8 +1,8 @@
-"""What a request leaves behind: an id, a line in the log, a span in a trace.
+"""Request ids, the request log, and spans for traces.
 
-The id is the client's `X-Request-Id` or a new one; answers carry it, and so does every line that is logged meanwhile.
-Traces follow the client's `traceparent` and go where OpenTelemetry's own variables say (`OTEL_EXPORTER_OTLP_ENDPOINT`);
-without them nothing is recorded.
+The id is the client's `X-Request-ID` or a new one; it is in the answer's headers and in every log line of the request.
+Spans continue the client's `traceparent` and are exported as OpenTelemetry's own variables say
+(`OTEL_EXPORTER_OTLP_ENDPOINT`); without them nothing is recorded.
 """
 
 import logging
@@ -11,45 +11,41 @@ import re
 import sys
 import time
 import uuid
-from contextvars import ContextVar
 from typing import Any, Literal
 
-from opentelemetry import propagate, trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from asgi_correlation_id import CorrelationIdFilter, CorrelationIdMiddleware, correlation_id
+from fastapi import FastAPI
+from opentelemetry import trace
+from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.answer import Answer
 
 logger = logging.getLogger("ragkv.requests")
 tracer = trace.get_tracer("ragkv")
-request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _EXPORTING = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_TEXT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
-_FIELDS = ["asctime", "levelname", "name", "request_id", "message"]
-_OTHERS = [*RESERVED_ATTRS, "vllm_process_name"]  # what records have that isn't told
+_TEXT = "%(asctime)s %(levelname)s %(name)s [%(correlation_id)s] %(message)s"
+_FIELDS = ["asctime", "levelname", "name", "correlation_id", "message"]
+_RENAMED = {"correlation_id": "request_id"}
+_LEFT_OUT = [*RESERVED_ATTRS, "vllm_process_name"]
 _QUIET = {"/healthz", "/readyz", "/metrics"}  # asked for every few seconds
 
 
 def log_as(form: Literal["text", "json"]) -> None:
     """Send the log of this process to stderr, in lines of text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(_FIELDS, reserved_attrs=_OTHERS) if form == "json" else logging.Formatter(_TEXT))
-    handler.addFilter(_named)
+    json_formatter = JsonFormatter(_FIELDS, rename_fields=_RENAMED, reserved_attrs=_LEFT_OUT)
+    handler.setFormatter(json_formatter if form == "json" else logging.Formatter(_TEXT))
+    handler.addFilter(CorrelationIdFilter(default_value="-"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     for noisy in ("httpx", "sentence_transformers", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def _named(record: logging.LogRecord) -> bool:
-    record.request_id = request_id.get()
-    return True
 
 
 def export_traces() -> None:
@@ -66,8 +62,20 @@ def export_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-class Telemetry:
-    """ASGI middleware, around everything else."""
+def observe_requests(app: FastAPI) -> None:
+    """Give each request of `app` an id, a log line and a span, around the middleware that `app` has already."""
+    app.add_middleware(RequestLog)
+    app.add_middleware(CorrelationIdMiddleware, validator=None, transformer=_request_id, update_request_header=False)
+    os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # today's names of attributes, not those of 2023
+    FastAPIInstrumentor.instrument_app(app, exclude_spans=["receive", "send"])
+
+
+def _request_id(given: str) -> str:
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class RequestLog:
+    """ASGI middleware that logs each request once it has ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -76,34 +84,23 @@ class Telemetry:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, method, status, begin = Headers(scope=scope), scope["method"], 0, time.perf_counter()
-        given = headers.get("x-request-id", "")
-        id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        request_id.set(id)
+        status, begin = 0, time.perf_counter()
 
-        async def named(message: Message) -> None:
+        async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = id
             await send(message)
 
-        parent = propagate.extract(dict(headers))
-        with tracer.start_as_current_span(method, parent, SpanKind.SERVER, {"ragkv.request_id": id}) as span:
-            try:
-                await self._app(scope, receive, named)
-            finally:
-                route = getattr(scope.get("route"), "path", "unknown")
-                span.update_name(f"{method} {route}")
-                span.set_attributes({"http.request.method": method, "http.route": route})
-                span.set_attribute("http.response.status_code", status)
-                if status >= 500:
-                    span.set_status(Status(StatusCode.ERROR))
-                _log(scope, status, 1e3 * (time.perf_counter() - begin))
+        trace.get_current_span().set_attribute("ragkv.request_id", correlation_id.get() or "")
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            _log(scope, status, 1e3 * (time.perf_counter() - begin))
 
 
 def _log(scope: Scope, status: int, took_ms: float) -> None:
-    """status: 0 if the client went away before it had one."""
+    """status: 0 if the client disconnected before there was one."""
     fields = {"method": scope["method"], "path": scope["path"], "status": status, "took_ms": round(took_ms, 1)}
     level = logging.DEBUG if scope["path"] in _QUIET and status == 200 else logging.INFO
     text = f"{fields['method']} {fields['path']!r} {status or 'left'} in {took_ms:.0f} ms"
@@ -111,7 +108,10 @@ def _log(scope: Scope, status: int, took_ms: float) -> None:
 
 
 def trace_answer(answer: Answer, begin_ns: int, tenant: str) -> None:
-    """As spans under the request's: retrieve, prefill up to the first token, decode. begin_ns: by `time.time_ns`."""
+    """Record an answer as a span of its request, with child spans: retrieve, prefill up to the first token, decode.
+
+    begin_ns: when it began, by `time.time_ns`.
+    """
     timings, usage = answer.timings, answer.usage
     stages = {"retrieve": timings.retrieve_ms, "prefill": timings.ttft_ms}
     stages["decode"] = timings.total_ms - sum(stages.values())

@@ -1,4 +1,4 @@
-"""Ids, log lines and spans that requests leave behind, over real sockets."""
+"""Ids, log lines and spans of requests, over real sockets."""
 
 import asyncio
 import io
@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,6 +18,7 @@ from ragkv.errors import StoreError
 from ragkv.server import telemetry
 
 QUESTION = {"question": "who?"}
+REQUEST_ID = "ragkv.request_id"
 
 
 @pytest.fixture
@@ -44,20 +46,28 @@ def until(what):
         if what():
             return
         time.sleep(0.01)
-    pytest.fail("it did not come to pass")
+    pytest.fail("it didn't happen in time")
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)  # once in a process
+    return exporter
 
 
 @pytest.fixture
-def spans(monkeypatch):
-    """Of this test, by name."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "tracer", provider.get_tracer("test"))
+def spans(exporter):
+    """The spans of one request by name, once it has ended."""
 
-    def read(last):
-        until(lambda: any(span.name == last for span in exporter.get_finished_spans()))
-        return {span.name: span for span in exporter.get_finished_spans()}
+    def read(request_id):
+        def ids():
+            finished = exporter.get_finished_spans()
+            return {each.context.trace_id for each in finished if each.attributes.get(REQUEST_ID) == request_id}
+
+        until(ids)
+        return {span.name: span for span in exporter.get_finished_spans() if span.context.trace_id in ids()}
 
     return read
 
@@ -101,11 +111,11 @@ def test_a_client_that_leaves_is_logged_too(pipeline, client, lines) -> None:
 def test_spans_of_an_answer(client, spans) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     client.post("/v1/answer", json=QUESTION, headers={"traceparent": parent, "X-Request-Id": "abc"})
-    found = spans("POST /v1/answer")
+    found = spans("abc")
     request, answer = found["POST /v1/answer"], found["answer"]
     assert f"{request.context.trace_id:x}" == "af7651916cd43dd8448eb211c80319c"
     assert f"{request.parent.span_id:x}" == "b7ad6b7169203331"
-    assert request.attributes["http.response.status_code"] == 200 and request.attributes["ragkv.request_id"] == "abc"
+    assert request.attributes["http.response.status_code"] == 200 and request.attributes[REQUEST_ID] == "abc"
     assert answer.parent.span_id == request.context.span_id
     assert answer.attributes["ragkv.reused_tokens"] == 20 and answer.attributes["ragkv.fallback"]
     for name, took_ms in {"retrieve": 1.5, "prefill": 20, "decode": 0}.items():
@@ -116,8 +126,8 @@ def test_spans_of_an_answer(client, spans) -> None:
 
 def test_a_failure_is_marked(pipeline, client, spans) -> None:
     pipeline.play([StoreError("no space")])
-    client.post("/v1/answer", json=QUESTION)
-    found = spans("POST /v1/answer")
+    client.post("/v1/answer", json=QUESTION, headers={"X-Request-Id": "fails"})
+    found = spans("fails")
     assert not found["POST /v1/answer"].status.is_ok and "answer" not in found
 
 
