@@ -9,17 +9,15 @@ from pydantic import BaseModel, Field, field_validator
 from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, TokenOrigins, Usage
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import (
-    CLIENT_CLOSED_REQUEST,
     ERRORS,
     STREAM,
     Choices,
+    Frame,
     PlanResponse,
     SourceResponse,
     as_json,
     check_ready,
-    last_of,
-    streaming,
-    unless_disconnected,
+    respond,
 )
 
 
@@ -73,24 +71,21 @@ async def answer(body: AnswerRequest, request: Request, tenant: CurrentTenant) -
     options = body.options(tenant.pipeline.defaults, body.max_tokens)
     check_ready(tenant.pipeline)
     events = tenant.observed.answer(body.question, options)
-    # The first event is awaited before any status is sent, so that an error until then gets its own status.
-    first = await unless_disconnected(request, anext(events))
-    if first is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    if body.stream:
-        return streaming(first, events, _frames, lambda error: _sse_event("error", error))
-    last = await unless_disconnected(request, last_of(events))
-    return AnswerResponse.of(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+    return await respond(request, events, _frames if body.stream else None, _error_frames, AnswerResponse.of)
 
 
-def _frames(event: AnswerEvent) -> Iterable[str]:
+def _frames(event: AnswerEvent) -> Iterable[Frame]:
     if isinstance(event, Retrieved):
         sources = [SourceResponse.of(source).model_dump() for source in event.sources]
-        return [_sse_event("sources", {"sources": sources})]
+        return [_frame("sources", {"sources": sources})]
     if isinstance(event, Delta):
-        return [_sse_event("delta", {"text": event.text})]
-    return [_sse_event("done", AnswerResponse.of(event).model_dump(exclude={"answer", "sources"}))]
+        return [_frame("delta", {"text": event.text})]
+    return [_frame("done", AnswerResponse.of(event).model_dump(exclude={"answer", "sources"}))]
 
 
-def _sse_event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {as_json(data)}\n\n"
+def _error_frames(error: dict[str, Any]) -> Iterable[Frame]:
+    return [_frame("error", error)]
+
+
+def _frame(name: str, data: dict[str, Any]) -> Frame:
+    return {"event": name, "data": as_json(data)}

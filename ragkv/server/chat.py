@@ -8,6 +8,7 @@ request's field of the same name (`extra_body` in OpenAI's own client).
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -18,20 +19,19 @@ from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sa
 from ragkv.server.answers import AnswerResponse
 from ragkv.server.tenants import CurrentConfig, CurrentTenant
 from ragkv.server.wire import (
-    CLIENT_CLOSED_REQUEST,
     ERRORS,
     STREAM,
     Choices,
     ErrorResponse,
+    Frame,
     SourceResponse,
     as_json,
     check_ready,
-    last_of,
-    streaming,
-    unless_disconnected,
+    respond,
 )
 
-_EXTENSION = {"answer", "finish_reason"}  # what an answer's extension leaves out: it stands elsewhere
+_DONE: Frame = {"data": "[DONE]"}
+_EXTENSION = {"answer", "finish_reason"}  # fields that the extension leaves out: OpenAI's own fields have them
 # Fields that change nothing here: who asks, how it is billed or stored, and what goes with tools.
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -216,15 +216,10 @@ async def complete(
     options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
     check_ready(tenant.pipeline)
     events = tenant.observed.answer(body.conversation(), options)
-    first = await unless_disconnected(request, anext(events))
-    if first is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     completion = _Completion(config.model.name)
-    if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return streaming(first, events, lambda e: completion.frames(e, with_usage), completion.error_frame)
-    last = await unless_disconnected(request, last_of(events))
-    return completion.response(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    to_frames = partial(completion.frames, with_usage=with_usage) if body.stream else None
+    return await respond(request, events, to_frames, completion.error_frames, completion.response)
 
 
 class _Completion:
@@ -232,7 +227,7 @@ class _Completion:
     clients take the time to it for the time to first token."""
 
     def __init__(self, model: str) -> None:
-        self._opening: str | None = None
+        self._opening: Frame | None = None
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def response(self, answer: Answer) -> ChatResponse:
@@ -240,33 +235,33 @@ class _Completion:
         extension = AnswerResponse.of(answer).model_dump(exclude=_EXTENSION)
         return ChatResponse(**self._head, choices=[choice], usage=ChatUsage.of(answer), ragkv=extension)
 
-    def frames(self, event: AnswerEvent, with_usage: bool) -> Iterable[str]:
+    def frames(self, event: AnswerEvent, with_usage: bool) -> Iterable[Frame]:
         if isinstance(event, Retrieved):
             sources = [SourceResponse.of(source).model_dump() for source in event.sources]
-            self._opening = self._frame({"role": "assistant", "content": ""}, ragkv={"sources": sources})
+            self._opening = self._choice({"role": "assistant", "content": ""}, ragkv={"sources": sources})
             return
         if self._opening is not None:
             yield self._opening
             self._opening = None
         if isinstance(event, Delta):
-            yield self._frame({"content": event.text})
+            yield self._choice({"content": event.text})
         else:
             extension = AnswerResponse.of(event).model_dump(exclude={*_EXTENSION, "sources"})
-            yield self._frame({}, _finish_reason(event), ragkv=extension)
+            yield self._choice({}, _finish_reason(event), ragkv=extension)
             if with_usage:
-                yield self._data({"choices": [], "usage": ChatUsage.of(event).model_dump()})
-            yield "data: [DONE]\n\n"
+                yield self._chunk({"choices": [], "usage": ChatUsage.of(event).model_dump()})
+            yield _DONE
 
-    def _frame(self, delta: dict[str, str], finish_reason: str | None = None, **fields: Any) -> str:
+    def _choice(self, delta: dict[str, str], finish_reason: str | None = None, **fields: Any) -> Frame:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._data({"choices": [choice], **fields})
+        return self._chunk({"choices": [choice], **fields})
 
-    def _data(self, data: dict[str, Any]) -> str:
-        return f"data: {as_json({**self._head, 'object': 'chat.completion.chunk', **data})}\n\n"
+    def _chunk(self, data: dict[str, Any]) -> Frame:
+        return {"data": as_json({**self._head, "object": "chat.completion.chunk", **data})}
 
     @staticmethod
-    def error_frame(error: dict[str, Any]) -> str:
-        return f"data: {as_json(error)}\n\ndata: [DONE]\n\n"
+    def error_frames(error: dict[str, Any]) -> Iterable[Frame]:
+        return [{"data": as_json(error)}, _DONE]
 
 
 def _finish_reason(answer: Answer) -> str:

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -51,6 +52,11 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
     QuotaError: 413,
 }
 T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+Frame = dict[str, str]  # of a server-sent event: its data, and its event's name if it has one
+ToFrames = Callable[[AnswerEvent], Iterable[Frame]]
+
+AppStatus.disable_automatic_graceful_drain()  # else SIGTERM ends streams at once; uvicorn gives them time to finish
 
 
 class Indexer(Protocol):
@@ -201,8 +207,28 @@ def check_ready(pipeline: Pipeline) -> None:
         raise HTTPException(503, message, {"Retry-After": "10"})
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None, and `work` is cancelled, if the client goes away first."""
+async def respond(
+    request: Request,
+    events: AsyncGenerator[AnswerEvent, None],
+    to_frames: ToFrames | None,
+    to_error_frames: Callable[[dict[str, Any]], Iterable[Frame]],
+    to_body: Callable[[Answer], Body],
+) -> Response | Body:
+    """Answer `request` with `events`: as a stream of `to_frames` of each, or with the last one's `to_body`.
+
+    The first event is awaited before any status is sent, so that an error until then gets its own status.
+    """
+    first = await _unless_disconnected(request, anext(events))
+    if first is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if to_frames is not None:
+        return _stream(first, events, to_frames, to_error_frames)
+    last = await _unless_disconnected(request, _last_of(events))
+    return to_body(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`; cancel it and return None if the client disconnects first."""
     answer = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))
     try:
@@ -219,7 +245,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def last_of(events: AsyncGenerator[AnswerEvent, None]) -> Answer:
+async def _last_of(events: AsyncGenerator[AnswerEvent, None]) -> Answer:
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Answer):
@@ -227,29 +253,27 @@ async def last_of(events: AsyncGenerator[AnswerEvent, None]) -> Answer:
     raise RuntimeError("the pipeline ended without an answer")
 
 
-def streaming(
+def _stream(
     first: AnswerEvent,
     events: AsyncGenerator[AnswerEvent, None],
-    frames: Callable[[AnswerEvent], Iterable[str]],
-    error_frame: Callable[[dict[str, Any]], str],
-) -> StreamingResponse:
-    """`first` and the other `events` as server-sent events, as many `frames` of each as there are."""
-
-    async def body() -> AsyncIterator[str]:
+    to_frames: ToFrames,
+    to_error_frames: Callable[[dict[str, Any]], Iterable[Frame]],
+) -> EventSourceResponse:
+    async def body() -> AsyncIterator[Frame]:
         async with aclosing(events):
             try:
-                for frame in frames(first):
+                for frame in to_frames(first):
                     yield frame
                 async for event in events:
-                    for frame in frames(event):
+                    for frame in to_frames(event):
                         yield frame
-            except Exception as error:  # the status is out: all that is left is to say so in the stream
+            except Exception as error:  # the status is sent: only the stream can still report it
                 if not isinstance(error, RagKVError):
                     logger.exception("an answer broke off")
-                yield error_frame(error_of(error))
+                for frame in to_error_frames(error_of(error)):
+                    yield frame
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+    return EventSourceResponse(body(), headers={"Cache-Control": "no-cache"}, sep="\n", ping=0)
 
 
 def as_json(data: Any) -> str:

@@ -332,15 +332,17 @@ def slow_server(open_s: float, uploads: Path) -> Iterator[tuple[subprocess.Popen
             process.kill()
 
 
-def test_sigterm_lets_answers_finish_and_closes_the_pipeline(tmp_path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_sigterm_lets_answers_finish_and_closes_the_pipeline(tmp_path, stream) -> None:
     with slow_server(open_s=0, uploads=tmp_path) as (process, url):
         wait_until_ready(url)
         with ThreadPoolExecutor(1) as executor:
-            response = executor.submit(httpx.post, f"{url}/v1/answer", json={"question": "?"}, timeout=10)
+            question = {"question": "?", "stream": stream}
+            response = executor.submit(httpx.post, f"{url}/v1/answer", json=question, timeout=10)
             while process.stdout.readline() != "answering\n":
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert response.result().json()["answer"] == "late"
+            assert ('"finish_reason": "stop"' if stream else '"answer":"late"') in response.result().text
         out, err = process.communicate(timeout=10)
         assert out.endswith("closed\n") and "Traceback" not in err
         assert process.returncode == 0
