@@ -1,19 +1,20 @@
-"""`POST /v1/answer`: a question in, an answer or server-sent events out."""
+"""`POST /v1/answer`: answers a question as JSON or as server-sent events."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 
 from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, TokenOrigins, Usage
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import (
-    ERRORS,
+    ANSWER_ERRORS,
     STREAM,
     Choices,
     Frame,
     PlanResponse,
+    Question,
     SourceResponse,
     as_json,
     check_ready,
@@ -22,25 +23,18 @@ from ragkv.server.wire import (
 
 
 class AnswerRequest(Choices):
-    """What isn't given comes from the server's configuration."""
+    """A question and its options, which default to the server's configuration."""
 
-    question: str = Field(min_length=1, max_length=100_000)
+    question: Question
     max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
     stream: bool = Field(False, description="Answer with server-sent events: `sources`, `delta`…, `done`, or `error`")
-
-    @field_validator("question")
-    @classmethod
-    def _not_blank(cls, question: str) -> str:
-        if not question.strip():
-            raise ValueError("is blank")
-        return question
 
 
 class AnswerResponse(BaseModel):
     answer: str
     sources: list[SourceResponse] = Field(description="In the order of the prompt")
-    policy: str = Field(description="What was really used")
-    fallback: str | None = Field(description="What kept KV from being reused, if anything")
+    policy: str = Field(description="The policy that was used")
+    fallback: str | None = Field(description="Why KV wasn't reused, if it wasn't")
     usage: Usage
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
@@ -65,7 +59,7 @@ class AnswerResponse(BaseModel):
 router = APIRouter()
 
 
-@router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ERRORS})
+@router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ANSWER_ERRORS})
 async def answer(body: AnswerRequest, request: Request, tenant: CurrentTenant) -> Response | AnswerResponse:
     """Answer a question from the indexed documents."""
     options = body.options(tenant.pipeline.defaults, body.max_tokens)

@@ -14,7 +14,7 @@ from ragkv.server.gate import Gate
 from ragkv.server.page import page
 from ragkv.server.telemetry import observe_requests
 from ragkv.server.tenants import AllTenants, Tenants
-from ragkv.server.wire import ERRORS, EXCEPTION_HANDLERS, ErrorResponse, check_ready
+from ragkv.server.wire import EXCEPTION_HANDLERS, ErrorResponse, check_ready, errors
 
 
 class StatusResponse(BaseModel):
@@ -34,7 +34,7 @@ _METRICS_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 router = APIRouter()  # open to everybody
-guarded = APIRouter(responses={401: ERRORS[401]})
+guarded = APIRouter(responses=errors(401))
 for each in (answers.router, chat.router, documents.router):
     guarded.include_router(each)
 
@@ -45,7 +45,7 @@ async def healthz(tenants: AllTenants) -> HealthResponse:
     return HealthResponse(status="ok", counters=tenants.main.pipeline.counters)
 
 
-@router.get("/readyz", responses={503: ERRORS[503]})
+@router.get("/readyz", responses=errors(503))
 async def readyz(tenants: AllTenants) -> StatusResponse:
     """Return whether questions can be answered."""
     check_ready(tenants.main.pipeline)

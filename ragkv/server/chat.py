@@ -1,8 +1,8 @@
-"""OpenAI's chat completions: any client of theirs gets answers from the documents.
+"""OpenAI's chat completions and model list, answered from the documents.
 
-https://platform.openai.com/docs/api-reference/chat: what this server can't do is refused by name, what makes no
-difference to an answer is passed over. Sources and figures come in the extension field `ragkv`, options in the
-request's field of the same name (`extra_body` in OpenAI's own client).
+Fields of https://platform.openai.com/docs/api-reference/chat that this server can't honour are refused by name; fields
+that don't change an answer are ignored. The response's extension field `ragkv` has the sources and figures, the
+request's field of the same name (`extra_body` in OpenAI's own client) the options.
 """
 
 import time
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
 from ragkv.server.answers import AnswerResponse
-from ragkv.server.tenants import CurrentConfig, CurrentTenant
+from ragkv.server.tenants import AllTenants, CurrentTenant
 from ragkv.server.wire import (
-    ERRORS,
+    ANSWER_ERRORS,
     STREAM,
     Choices,
     ErrorResponse,
@@ -32,12 +32,12 @@ from ragkv.server.wire import (
 
 _DONE: Frame = {"data": "[DONE]"}
 _EXTENSION = {"answer", "finish_reason"}  # fields that the extension leaves out: OpenAI's own fields have them
-# Fields that change nothing here: who asks, how it is billed or stored, and what goes with tools.
+# Ignored: who asks, how it is billed or stored, and what belongs to tools.
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("parallel_tool_calls", "reasoning_effort", "verbosity"),
 }
-# Fields whose only value that can be honoured is the one that asks for nothing.
+# Fields that can't be honoured, and the values that ask for nothing.
 _ONLY: dict[str, Sequence[Any]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -61,7 +61,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """Fields beside these, as a client sends an earlier answer back, are passed over."""
+    """A message. Other fields are ignored: clients send earlier answers back as they were."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, Field(max_length=1_000_000)] | list[TextPart] | None = None
@@ -84,8 +84,8 @@ class ChatRequest(BaseModel):
     messages: list[Message] = Field(
         min_length=1,
         max_length=1000,
-        description="The last one is the user's. System messages are heeded beside the server's own instruction; what "
-        "an assistant says before any user is left out",
+        description="The last one is the user's. System messages are added to the server's own instruction; what an "
+        "assistant says before any user is left out",
     )
     model: str | None = Field(None, description="The model being served, as /v1/models has it")
     max_tokens: int | None = Field(None, ge=1)
@@ -103,12 +103,12 @@ class ChatRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
-        """What OpenAI knows and this server can't do, by name."""
+        """Raise ValueError for a field that can't be honoured; drop the ignored ones."""
         if not isinstance(body, dict):
             return body
         for name, values in _ONLY.items():
             if body.get(name) is not None and body[name] not in values:
-                only = f"; {' or '.join(map(as_json, values))} can stand there" if values else ""
+                only = f"; {' or '.join(map(as_json, values))} is accepted" if values else ""
                 raise ValueError(f"{name} can't be used here: leave it out{only}")
         return {name: value for name, value in body.items() if name not in _ONLY and name not in _WITHOUT_EFFECT}
 
@@ -120,7 +120,7 @@ class ChatRequest(BaseModel):
         return messages
 
     def conversation(self) -> Conversation:
-        """Messages of one side in a row are one."""
+        """Return the messages as turns; consecutive messages of one role are joined."""
         own = "\n\n".join(m.text for m in self.messages if m.role in ("system", "developer"))
         said = [message for message in self.messages if message.role in ("user", "assistant")]
         sides = [(role, "\n\n".join(m.text for m in group)) for role, group in groupby(said, lambda m: m.role)]
@@ -150,7 +150,7 @@ class Choice(BaseModel):
 
 
 class CachedTokens(BaseModel):
-    cached_tokens: int = Field(description="Not computed now: from vLLM's prefix cache or from the store")
+    cached_tokens: int = Field(description="Tokens from vLLM's prefix cache or from the store")
 
 
 class ChatUsage(BaseModel):
@@ -185,7 +185,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ragkv"
-    max_model_len: int | None = Field(description="Longest prompt and answer in tokens; null: the model's own")
+    max_model_len: int | None = Field(description="Longest prompt and answer in tokens; null: the model's own limit")
 
 
 class ModelList(BaseModel):
@@ -199,32 +199,36 @@ _NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": ErrorResponse, "de
 
 
 @router.get("/v1/models")
-async def models(config: CurrentConfig) -> ModelList:
+async def models(tenants: AllTenants) -> ModelList:
     """Return the model that answers."""
-    card = ModelCard(id=config.model.name, created=_started, max_model_len=config.model.max_model_len)
+    model = tenants.config.model
+    card = ModelCard(id=model.name, created=_started, max_model_len=model.max_model_len)
     return ModelList(data=[card])
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **_NOT_FOUND, **ERRORS})
+@router.post(
+    "/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **_NOT_FOUND, **ANSWER_ERRORS}
+)
 async def complete(
-    body: ChatRequest, request: Request, tenant: CurrentTenant, config: CurrentConfig
+    body: ChatRequest, request: Request, tenant: CurrentTenant, tenants: AllTenants
 ) -> Response | ChatResponse:
     """Answer the last message of a conversation from the indexed documents."""
-    if body.model not in (None, config.model.name):
-        raise HTTPException(404, f"the model {body.model} isn't served here; it is {config.model.name}")
+    model = tenants.config.model.name
+    if body.model not in (None, model):
+        raise HTTPException(404, f"the model {body.model} isn't served here; it is {model}")
     max_tokens = body.max_completion_tokens or body.max_tokens
     options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
     check_ready(tenant.pipeline)
     events = tenant.observed.answer(body.conversation(), options)
-    completion = _Completion(config.model.name)
+    completion = _Completion(model)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     to_frames = partial(completion.frames, with_usage=with_usage) if body.stream else None
     return await respond(request, events, to_frames, completion.error_frames, completion.response)
 
 
 class _Completion:
-    """One completion on its way out. The first frame, with the sources, waits for the first token, as it does in vLLM:
-    clients take the time to it for the time to first token."""
+    """One completion as a response or as frames. The first frame, with the sources, waits for the first token, as in
+    vLLM: clients take the time to it for the time to first token."""
 
     def __init__(self, model: str) -> None:
         self._opening: Frame | None = None

@@ -8,30 +8,16 @@ from typing import Annotated, Any, Literal
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, File, Form, HTTPException, Query, Response, UploadFile
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragkv.errors import DocumentError
 from ragkv.index.uploads import Status, Upload
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
 from ragkv.server.tenants import CurrentTenant
-from ragkv.server.wire import ErrorResponse, SourceResponse, check_ready
+from ragkv.server.wire import Question, SourceResponse, check_ready, errors
 from ragkv.store.eviction import HINTS, Hint
 
 _MAX_NAME = 500
-_ERRORS: dict[int, str] = {
-    400: "The body can't be read",
-    404: "It doesn't exist, or no longer",
-    408: "The body stopped coming, or came too slowly",
-    409: "The home is being changed by another process",
-    413: "The upload is too large",
-    422: "Something in the request can't be used",
-    429: "Too much is asked for or waiting; Retry-After says when to try again",
-    503: "The engine is not running",
-}
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in (*statuses, 422)}
 
 
 class JobReport(BaseModel):
@@ -108,15 +94,8 @@ class DeletionResponse(BaseModel):
 class SearchRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    query: str = Field(min_length=1, max_length=100_000)
+    query: Question
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to return; default: the server's")
-
-    @field_validator("query")
-    @classmethod
-    def _not_blank(cls, query: str) -> str:
-        if not query.strip():
-            raise ValueError("is blank")
-        return query
 
 
 class SearchResponse(BaseModel):
@@ -126,7 +105,7 @@ class SearchResponse(BaseModel):
 router = APIRouter(prefix="/v1")
 
 
-@router.post("/documents", status_code=202, responses=_errors(400, 408, 413, 429, 503))
+@router.post("/documents", status_code=202, responses=errors(400, 408, 413, 422, 429, 503))
 async def upload(
     tenant: CurrentTenant,
     response: Response,
@@ -161,7 +140,7 @@ async def jobs(tenant: CurrentTenant) -> JobList:
     return JobList(jobs=[Job.of(upload) for upload in tenant.uploads.all()])
 
 
-@router.get("/jobs/{id}", responses=_errors(404))
+@router.get("/jobs/{id}", responses=errors(404, 422))
 async def job(tenant: CurrentTenant, id: str) -> Job:
     """Return the progress of an upload."""
     found = tenant.uploads.get(id)
@@ -172,7 +151,7 @@ async def job(tenant: CurrentTenant, id: str) -> Job:
     return Job.of(found)
 
 
-@router.get("/documents", responses=_errors())
+@router.get("/documents", responses=errors(422))
 async def list_documents(
     tenant: CurrentTenant,
     after: Annotated[str, Query(description="The name after which the page begins")] = "",
@@ -184,7 +163,7 @@ async def list_documents(
     return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
 
 
-@router.get("/documents/{name:path}", responses=_errors(404))
+@router.get("/documents/{name:path}", responses=errors(404, 422))
 async def get_document(
     tenant: CurrentTenant,
     name: str,
@@ -203,7 +182,7 @@ async def get_document(
     return DocumentWithChunks(**_fields(info), chunks=shown)
 
 
-@router.delete("/documents/{name:path}", responses=_errors(404, 409))
+@router.delete("/documents/{name:path}", responses=errors(404, 409, 422))
 async def delete_document(tenant: CurrentTenant, name: str) -> DeletionResponse:
     """Delete a document, its vectors and its KV before returning. An upload of it that isn't indexed yet is
     withdrawn."""
@@ -216,7 +195,7 @@ async def delete_document(tenant: CurrentTenant, name: str) -> DeletionResponse:
     return DeletionResponse(**{**vars(deletion), "name": name, "documents": sorted(ids)})
 
 
-@router.post("/search", responses=_errors(400, 408, 429))
+@router.post("/search", responses=errors(400, 408, 422, 429))
 async def search(body: SearchRequest, tenant: CurrentTenant) -> SearchResponse:
     """Return the chunks that a question would be answered from."""
     with tenant.limits.request():

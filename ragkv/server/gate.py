@@ -1,6 +1,6 @@
-"""What stands before the app: who may ask, and how much. Nothing of a request is read before it has passed.
+"""The gate in front of the app: checks keys, origins and sizes of requests before their bodies are read.
 
-Keys are 256 random bits, so that a plain SHA-256 of them can't be searched; only these hashes are in the settings.
+Keys are 256 random bits, so that a plain SHA-256 of them can't be inverted; the settings have only the hashes.
 """
 
 import hashlib
@@ -21,15 +21,9 @@ from ragkv.server.timeouts import in_time
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
-MAX_HELD_BYTES = 512 << 20  # of the bodies of one tenant's requests together
+MAX_HELD_BYTES = 512 << 20  # of all bodies of one tenant's requests in progress
 UPLOADS = "/v1/documents"
-OPEN = {
-    "/",
-    "/healthz",
-    "/readyz",
-    "/docs",
-    "/openapi.json",
-}  # for probes that have no key; tells nothing of what is indexed
+OPEN = {"/", "/healthz", "/readyz", "/docs", "/openapi.json"}  # without a key; they reveal nothing that is indexed
 OPEN_BELOW = "/page/"
 _PREFIX = "ragkv-"
 _SAFE = ("GET", "HEAD", "OPTIONS")
@@ -37,7 +31,7 @@ _OWN = ("same-origin", "none")  # of Sec-Fetch-Site
 
 
 def new_key() -> tuple[str, str]:
-    """A key, and its hash for the settings."""
+    """Return a new key, and its hash for the settings."""
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, hash_of(key)
 
@@ -47,12 +41,12 @@ def hash_of(key: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Of a numeric address, as a socket has it."""
+    """Return whether a numeric address, as a socket has it, is loopback."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def _is_local(host: str) -> bool:
-    """Whether it is localhost or an address, with or without a port."""
+    """Return whether `host` is localhost or an address, with or without a port."""
     name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in ("", "localhost"):
         return True
@@ -64,11 +58,13 @@ def _is_local(host: str) -> bool:
 
 
 class Gate:
-    """ASGI middleware. holders: tenants by the SHA-256 of their keys; with none of them everybody is the tenant `MAIN`.
-    max_upload_bytes: of a body that holds documents. max_pause_s: how long a body is waited for that stops coming.
+    """ASGI middleware that refuses requests, or lets them pass with `scope["tenant"]` set.
 
-    Connections stay open behind a refusal: what still comes of its body is thrown away (by uvicorn, until `listen`
-    closes silent ones). Closed with bytes unread, TCP would reset them, and who is still sending would see no answer.
+    holders: tenants by the SHA-256 of their keys; without any, everybody is the tenant `MAIN`. max_upload_bytes: of a
+    body with documents. max_pause_s: how long a body may pause.
+
+    A connection stays open after a refusal, and uvicorn discards the rest of the body (until `listen` closes silent
+    ones): if it were closed with bytes unread, TCP would reset it, and a client still sending would see no answer.
     """
 
     def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
@@ -85,8 +81,8 @@ class Gate:
         tenant = self._tenant(headers.get("authorization", "")) if self._holders else MAIN
         scope["tenant"] = tenant
         is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_BELOW)
-        if (stranger := self._stranger(scope["method"], headers)) is not None:
-            response = JSONResponse(error_body("Forbidden", stranger), 403)
+        if (problem := self._cross_site(scope["method"], headers)) is not None:
+            response = JSONResponse(error_body("Forbidden", problem), 403)
         elif tenant is None and not is_open:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
@@ -100,7 +96,7 @@ class Gate:
 
     @contextmanager
     def _measured(self, receive: Receive, max_bytes: int, tenant: str | None) -> Iterator[Receive]:
-        """As `receive`, for bodies that don't say their length, and for many at a time. Raises HTTPException."""
+        """Yield `receive` limited for bodies of unknown length and for all bodies at once; it raises HTTPException."""
         num_bytes, held = 0, self._held_bytes
 
         async def measured() -> Message:
@@ -111,7 +107,7 @@ class Gate:
             held[tenant] += more
             if num_bytes > max_bytes:
                 raise HTTPException(413, _too_large(max_bytes))
-            if MAX_HELD_BYTES < held[tenant] != num_bytes:  # alone, a body may be as large as uploads may
+            if MAX_HELD_BYTES < held[tenant] != num_bytes:  # a single body may be as large as an upload
                 text = f"your requests at a time have more than {MAX_HELD_BYTES} bytes; send fewer"
                 raise HTTPException(429, text, {"Retry-After": "1"})
             return message
@@ -121,10 +117,10 @@ class Gate:
         finally:
             held[tenant] -= num_bytes
 
-    def _stranger(self, method: str, headers: Headers) -> str | None:
-        """Why a request comes from somebody else's page in a browser that may reach this server, None if it doesn't."""
+    def _cross_site(self, method: str, headers: Headers) -> str | None:
+        """Return why a request is refused as cross-site: sent by a page of another site in a user's browser."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._holders and not _is_local(host):  # a name that was made to mean this machine
+        if not self._holders and not _is_local(host):  # DNS rebinding: another site's name that resolves to here
             return (
                 f"without keys only localhost and addresses are answered to, not {host!r}; set server.keys, or let the "
                 "proxy send 'Host: localhost'"
@@ -136,13 +132,13 @@ class Gate:
         return None
 
     def _tenant(self, authorization: str) -> str | None:
-        """Whose the key is. All hashes are compared, each in constant time, so that time tells nothing of them."""
+        """Return whose key it is. All hashes are compared, each in constant time: the time reveals nothing of them."""
         scheme, _, key = authorization.partition(" ")
-        given, found = hash_of(key.strip()), None
-        for known, tenant in self._holders.items():
+        given, tenant = hash_of(key.strip()), None
+        for known, holder in self._holders.items():
             if hmac.compare_digest(given, known):
-                found = tenant
-        return found if scheme.lower() == "bearer" else None
+                tenant = holder
+        return tenant if scheme.lower() == "bearer" else None
 
 
 def _too_large(max_bytes: int) -> str:

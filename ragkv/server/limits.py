@@ -1,4 +1,4 @@
-"""What a tenant may ask for, and how much the server takes on at all: beyond it a request is refused at once."""
+"""Limits of a tenant and of the whole server: requests beyond them are refused at once."""
 
 import time
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 from ragkv.config import TenantConfig
 from ragkv.errors import OverloadedError
 
-_BUSY_S = 1.0  # until a place is free, as a guess
+_BUSY_S = 1.0  # a guess of when a request will have finished
 
 
 class Concurrency:
-    """Requests that may be worked on at a time, of all tenants: the rest would only wait."""
+    """The number of requests in progress, of all tenants together, and its limit."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.taken = count, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_progress = limit, 0
 
 
 class Limits:
-    """One tenant's. Lives in one event loop."""
+    """The limits of one tenant. Lives in one event loop."""
 
-    def __init__(self, config: TenantConfig, places: Concurrency) -> None:
-        self._config, self._places, self._taken = config, places, 0
+    def __init__(self, config: TenantConfig, concurrency: Concurrency) -> None:
+        self._config, self._concurrency, self._in_progress = config, concurrency, 0
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         requests, tokens = config.requests_per_minute, config.tokens_per_minute
         self._requests = RateLimitItemPerMinute(requests) if requests else None
@@ -33,33 +33,33 @@ class Limits:
 
     @property
     def max_text_bytes(self) -> int | None:
-        """What the text of all documents may have together."""
+        """How large the text of all documents may be."""
         size = self._config.documents_mib
         return None if size is None else round(size * (1 << 20))
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Hold a place for one request. Raises OverloadedError if there is none, or if the tenant has used up what it
-        may in a minute."""
-        places, most = self._places, self._config.concurrent_requests
-        if most is not None and self._taken >= most:
-            raise OverloadedError(f"{most} requests of yours are being worked on; send fewer at a time", _BUSY_S)
-        if places.taken >= places.count:
-            raise OverloadedError(f"{places.count} requests are being worked on; try again", _BUSY_S)
+        """Count one request as in progress. Raises OverloadedError if too many are, or if the tenant's minute is used
+        up."""
+        concurrency, limit = self._concurrency, self._config.concurrent_requests
+        if limit is not None and self._in_progress >= limit:
+            raise OverloadedError(f"{limit} requests of yours are in progress; send fewer at a time", _BUSY_S)
+        if concurrency.in_progress >= concurrency.limit:
+            raise OverloadedError(f"{concurrency.limit} requests are in progress; try again", _BUSY_S)
         if self._tokens is not None and not self._limiter.test(self._tokens):
             raise self._used_up(self._tokens, "tokens")
         if self._requests is not None and not self._limiter.hit(self._requests):
             raise self._used_up(self._requests, "requests")
-        places.taken += 1
-        self._taken += 1
+        concurrency.in_progress += 1
+        self._in_progress += 1
         try:
             yield
         finally:
-            places.taken -= 1
-            self._taken -= 1
+            concurrency.in_progress -= 1
+            self._in_progress -= 1
 
     def spent(self, num_tokens: int) -> None:
-        """Of a prompt and its answer: known only afterwards, so that the last request may go beyond the limit."""
+        """Count the tokens of a prompt and its answer. Known only afterwards, they may exceed the limit once."""
         if self._tokens is not None and num_tokens:
             room = self._limiter.get_window_stats(self._tokens).remaining
             self._limiter.hit(self._tokens, cost=max(1, min(num_tokens, room)))

@@ -1,9 +1,10 @@
-"""What Prometheus reads at `/metrics`: each answer is observed once, on its way out, whichever endpoint asked."""
+"""Prometheus metrics at `/metrics`, and the wrapper of a pipeline that counts and times its answers."""
 
 import asyncio
 import logging
 import re
 import time
+from collections import Counter as Counts
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
 from ragkv.background.canary import Drift
 from ragkv.errors import DeadlineError, StoreError
+from ragkv.policies import Policy
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer
 from ragkv.server.wire import STATUSES, Pipeline
@@ -28,14 +30,13 @@ _RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
 
 
 class Metrics:
-    """A registry of its own, so that a process can serve several pipelines one after another."""
+    """The metrics of a server in a registry of its own: a process may run several servers, as tests do."""
 
     def __init__(self, counters: Callable[[], dict[str, int]], gauges: Callable[[], dict[str, int]]) -> None:
-        """counters, gauges: of the pipelines, read whenever Prometheus asks."""
+        """counters, gauges: of the pipelines, read at each scrape."""
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_Counters(counters))
-        registry.register(_Gauges(gauges))
+        registry.register(_PipelineCollector(counters, gauges))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"ragkv_{name}", text, labels, registry=registry)
@@ -55,13 +56,13 @@ class Metrics:
             "stage_seconds", "Of TTFT and before: retrieve, load, probe, recompute", _STAGE, "stage"
         )
         self.prompt = counter("prompt_tokens", "Where a prompt's KV came from: prefix, reused, recomputed", "source")
-        self.memory = counter("memory_tokens", "Prompt tokens whose stored KV lay ready in memory")
+        self.memory = counter("memory_tokens", "Prompt tokens whose stored KV was in memory")
         self.completion = counter("completion_tokens", "Tokens generated")
-        self.fallbacks = counter("fallbacks", "Answers with less reuse than there could be, and why", "reason")
+        self.fallbacks = counter("fallbacks", "Answers with less reuse than possible, by reason", "reason")
         self.plans = counter("plans", "What the controller chose: fuse, fuse warm, prefill", "way")
         self.drift = histogram("canary_kl", "Drift of answers compared with full prefill's, in nats", _KL)
         self.compared = counter("canary_tokens", "Tokens of answers that were compared with full prefill's")
-        self.agreed = counter("canary_agreeing_tokens", "Those that full prefill would have chosen too")
+        self.agreed = counter("canary_agreeing_tokens", "Those that full prefill would have chosen as well")
         self.budget = Gauge("ragkv_budget", "Share of the cached tokens recomputed", ["tenant"], registry=registry)
         self.accuracy = histogram("plan_ttft_ratio", "TTFT by what the controller expected", _RATIO, "way")
 
@@ -76,7 +77,7 @@ class Metrics:
 
     def answered(self, answer: Answer) -> None:
         usage, timings = answer.usage, answer.timings
-        self.ttft.labels(_policy(answer.policy)).observe(timings.ttft_ms / 1e3)
+        self.ttft.labels(Policy.parse(answer.policy).name).observe(timings.ttft_ms / 1e3)
         for stage in ("retrieve", "load", "probe", "recompute"):
             self.stages.labels(stage).observe(getattr(timings, f"{stage}_ms") / 1e3)
         for source in ("prefix", "reused", "recomputed"):
@@ -91,18 +92,18 @@ class Metrics:
 
 
 class Observed:
-    """A tenant's pipeline within its limits, with each of its answers counted, timed, and ended when its time is up."""
+    """A tenant's pipeline within the tenant's limits; answers are counted, timed, and ended after `timeout_s`."""
 
     def __init__(self, pipeline: Pipeline, metrics: Metrics, limits: Limits) -> None:
         self.pipeline, self._metrics, self._limits = pipeline, metrics, limits
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
-        """As the pipeline's. Raises OverloadedError if the tenant has to wait, DeadlineError after `timeout_s`."""
+        """Answer as the pipeline does. Raises OverloadedError at a limit, and DeadlineError after `timeout_s`."""
         metrics, tenant = self._metrics, self.pipeline.tenant
         outcome = "refused"
         try:
             with self._limits.request(), metrics.in_progress.track_inprogress():
-                outcome = "cancelled"  # unless it turns out otherwise
+                outcome = "cancelled"  # unless it ends otherwise
                 timed = self._timed(_until(self.pipeline.answer(asked, options), options.timeout_s))
                 async with aclosing(timed) as events:
                     async for event in events:
@@ -135,7 +136,7 @@ class Observed:
 async def _until(
     events: AsyncGenerator[AnswerEvent, None], timeout_s: float | None
 ) -> AsyncGenerator[AnswerEvent, None]:
-    """The same, broken off when the time is up."""
+    """Yield `events`; raise DeadlineError when the time is up."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     async with aclosing(events):
         while True:
@@ -148,54 +149,37 @@ async def _until(
             yield event
 
 
-class _Counters(Collector):
-    def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[Metric]:
-        text = "How often KV wasn't reused, by reason, and chunks precomputed again"
-        family = CounterMetricFamily("ragkv_kv_events", text, labels=["event"])
-        counts: dict[str, int] = {}
-        for name, count in self._counters().items():
-            event = _without_numbers(name)
-            counts[event] = counts.get(event, 0) + count
-        for event, count in counts.items():
-            family.add_metric([event], count)
-        yield family
-
-    def describe(self) -> Iterable[Metric]:
-        return [CounterMetricFamily("ragkv_kv_events", "")]
-
-
 _GAUGES = {
-    "entries": "Chunks on disk, one for each context they are precomputed in",
-    "evicted_entries": "Entries that had to make room on disk and aren't back",
-    "disk_bytes": "What KV takes on disk",
-    "memory_chunks": "Chunks whose KV lies ready in memory",
+    "entries": "Entries on disk: a chunk has one for each context it is precomputed in",
+    "evicted_entries": "Entries that were evicted from disk and not stored again",
+    "disk_bytes": "Size of KV on disk",
+    "memory_chunks": "Chunks whose KV is in memory",
     "waiting_uploads": "Uploads that aren't indexed yet",
 }
 
 
-class _Gauges(Collector):
-    def __init__(self, gauges: Callable[[], dict[str, int]]) -> None:
-        self._gauges = gauges
+class _PipelineCollector(Collector):
+    """Reads the counters and gauges of the pipelines at each scrape."""
+
+    def __init__(self, counters: Callable[[], dict[str, int]], gauges: Callable[[], dict[str, int]]) -> None:
+        self._counters, self._gauges = counters, gauges
 
     def collect(self) -> Iterable[Metric]:
+        text = "How often KV wasn't reused, by reason, and chunks precomputed again"
+        family = CounterMetricFamily("ragkv_kv_events", text, labels=["event"])
+        counts: Counts[str] = Counts()
+        for name, count in self._counters().items():
+            counts[_without_numbers(name)] += count
+        for event, count in counts.items():
+            family.add_metric([event], count)
+        yield family
         try:
-            found = self._gauges()
-        except StoreError as error:  # the other figures are told all the same
+            gauges = self._gauges()
+        except StoreError as error:  # the other metrics are reported all the same
             logger.warning("the store isn't counted: %s", error)
             return
-        for name, value in found.items():
+        for name, value in gauges.items():
             yield GaugeMetricFamily(f"ragkv_store_{name}", _GAUGES[name], value)
-
-    def describe(self) -> Iterable[Metric]:
-        return [GaugeMetricFamily(f"ragkv_store_{name}", text) for name, text in _GAUGES.items()]
-
-
-def _policy(label: str) -> str:
-    """Without budget and threshold, which anybody may choose: Prometheus keeps a series for each label's value."""
-    return re.sub(r"\[.*?\]", "", label.split(":")[0])
 
 
 def _without_numbers(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, as they lie in the package. Knows nothing of what it shows; its scripts ask the API."""
+"""The page at `/`: its files, as the package has them. Its scripts call the API."""
 
 import hashlib
 from importlib import resources
@@ -11,7 +11,7 @@ _MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Names and texts of documents come from strangers. Nothing runs or loads but the page's own files, and no text becomes
+# Names and texts of documents are untrusted: nothing runs or loads but the page's own files, and no text becomes
 # markup, not even by a mistake in a script.
 _POLICY = "; ".join(
     (
@@ -23,7 +23,7 @@ _POLICY = "; ".join(
     )
 )
 _HEADERS = {
-    "Cache-Control": "no-cache",  # asked for again each time, and not sent again unless it changed
+    "Cache-Control": "no-cache",  # browsers ask each time; it is sent again only if it changed
     "Content-Security-Policy": _POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -33,7 +33,7 @@ _HEADERS = {
 
 
 def page() -> APIRouter:
-    """Needs no key: the scripts ask for it, and send it with what they ask the API."""
+    """Return the routes of the page's files. They need no key: the scripts ask for it and send it to the API."""
     files = {
         file.name: file.read_bytes()
         for file in resources.files("ragkv.server").joinpath("page").iterdir()

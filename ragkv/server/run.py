@@ -1,4 +1,4 @@
-"""The server's process: its socket, its signals, its end."""
+"""The server's process: socket, signals, shutdown, and the engine's restarts."""
 
 import asyncio
 import logging
@@ -22,21 +22,21 @@ from ragkv.server.wire import Pipeline
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _RETRY_S = 1, 10  # between looks at the engine; after one that wasn't there
-GRACE_S = 30  # how long a server that is told to stop lets answers in progress finish
+_CHECK_S, _RETRY_S = 1, 10  # between checks of the engine; after a failed start
+GRACE_S = 30  # how long answers in progress may take to finish after SIGTERM
 
 
 def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
     """Open the pipelines and answer requests until SIGTERM or SIGINT; answers in progress get `GRACE_S` to finish.
 
-    Raises ConfigError, before anything is loaded, where the address or a key can't be used.
+    Raises ConfigError, before anything is loaded, for an address or a key that can't be used.
     """
     has_keys = bool(config.holders())
     log_as(config.server.log)
     export_traces()
     return_large_blocks()
     with _bind(config.server, has_keys=has_keys) as listener:
-        # Also while the model loads: leave through every `finally`, so that no engine process is left behind.
+        # Also while the model loads: run every `finally`, so that no engine process outlives this one.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         asyncio.run(_serve(listener, open_tenants))
 
@@ -82,13 +82,13 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
 
 
 async def _keep_running(pipeline: Pipeline) -> None:
-    """Start the engine again whenever it has ended."""
+    """Restart the engine whenever it has ended."""
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_CHECK_S)
         if not pipeline.is_ready:
             try:
                 await pipeline.start()
                 logger.warning("the engine runs again")
-            except Exception:  # whatever keeps it from starting may pass; ragkv_ready says so meanwhile
+            except Exception:  # it may be temporary; ragkv_ready is 0 meanwhile
                 logger.exception("the engine can't be started; trying again in %d s", _RETRY_S)
                 await asyncio.sleep(_RETRY_S)

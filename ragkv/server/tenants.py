@@ -1,4 +1,4 @@
-"""Whose request it is: each tenant has a pipeline, uploads and limits of its own."""
+"""The tenants of a server: each has a pipeline, uploads and limits of its own. Endpoints depend on `CurrentTenant`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ragkv.server.wire import Pipeline
 
 
 class Tenant:
-    """pipeline: as it is; observed: within the limits, and counted."""
+    """A tenant's pipeline, and the same pipeline observed: within the tenant's limits, and counted."""
 
     def __init__(self, pipeline: Pipeline, uploads: Path, limits: Limits, metrics: Metrics) -> None:
         self.pipeline, self.limits = pipeline, limits
@@ -27,16 +27,16 @@ class Tenant:
 
 
 class Tenants:
-    """By name, from pipelines by name; `MAIN` must be among them. Lives in one event loop."""
+    """All tenants by name, `MAIN` among them. Lives in one event loop."""
 
     def __init__(self, config: Config, pipelines: Mapping[str, Pipeline], uploads: Mapping[str, Path]) -> None:
-        """uploads: the folder where each tenant's uploads are kept until they are indexed."""
-        self.config, places = config, Concurrency(config.server.max_requests)
+        """uploads: by tenant, the folder where uploads are kept until they are indexed."""
+        self.config, concurrency = config, Concurrency(config.server.max_requests)
         self.metrics = Metrics(self._counters, self._gauges)
         self.metrics.ready.set_function(lambda: self.main.pipeline.is_ready)
         self._tenants = {
             name: Tenant(
-                pipeline, uploads[name], Limits(config.tenants.get(name, TenantConfig()), places), self.metrics
+                pipeline, uploads[name], Limits(config.tenants.get(name, TenantConfig()), concurrency), self.metrics
             )
             for name, pipeline in pipelines.items()
         }
@@ -49,12 +49,12 @@ class Tenants:
         return self._tenants[name]
 
     def start(self) -> None:
-        """Go on with uploads that an earlier process left."""
+        """Continue with uploads that an earlier process has left."""
         for tenant in self._tenants.values():
             tenant.uploads.start()
 
     async def close(self) -> None:
-        """Of what was opened here: the pipelines stay open."""
+        """Stop indexing uploads; the pipelines stay open."""
         for tenant in self._tenants.values():
             await tenant.uploads.close()
 
@@ -63,7 +63,7 @@ class Tenants:
         return {**self.main.pipeline.gauges, "waiting_uploads": waiting}
 
     def _counters(self) -> dict[str, int]:
-        """Of the engine, which all share, and what each pipeline counts beside it."""
+        """Return the counters of the engine, which all share, plus those of each pipeline."""
         counters = Counter(self.main.pipeline.counters)
         for name, tenant in self._tenants.items():
             if name != MAIN:
@@ -83,9 +83,4 @@ async def _tenant(request: Request, tenants: AllTenants) -> Tenant:
     return tenants[request.scope["tenant"]]  # as the gate found out
 
 
-async def _config(tenants: AllTenants) -> Config:
-    return tenants.config
-
-
 CurrentTenant = Annotated[Tenant, Depends(_tenant)]
-CurrentConfig = Annotated[Config, Depends(_config)]

@@ -1,4 +1,4 @@
-"""How long clients are waited for that stall: while they send a request, and while they take the answer."""
+"""Timeouts for clients that stall, while they send a request or while they receive the answer."""
 
 import asyncio
 import socket
@@ -9,12 +9,12 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-MIN_BYTES_PER_S = 1024  # of a body, on average: a pause may take long, a body of one byte a minute may not
+MIN_BYTES_PER_S = 1024  # of a body, on average
 
 
 async def listen(server: uvicorn.Server, listener: socket.socket, max_pause_s: float) -> None:
-    """Answer at `listener` until `server` is told to stop. Connections are closed whose client, for `max_pause_s`, has
-    not made a request complete up to its body, or has taken nothing of an answer."""
+    """Serve at `listener` until `server` is stopped. Close connections whose client, for `max_pause_s`, hasn't
+    completed a request's headers, or has received nothing of an answer."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_pause_s))
     closer = asyncio.create_task(_close_silent(server, max_pause_s))
     try:
@@ -25,7 +25,7 @@ async def listen(server: uvicorn.Server, listener: socket.socket, max_pause_s: f
 
 
 async def _close_silent(server: uvicorn.Server, max_pause_s: float) -> None:
-    """uvicorn itself waits for the rest of a request's headers without end."""
+    """Close silent connections: uvicorn itself waits for the rest of a request's headers without end."""
     since: dict[tuple[Any, object], float] = {}
     while True:
         now = time.monotonic()
@@ -39,13 +39,13 @@ async def _close_silent(server: uvicorn.Server, max_pause_s: float) -> None:
 
 
 def in_time(receive: Receive, max_pause_s: float) -> Receive:
-    """As `receive`, of one request. Raises HTTPException for a body that pauses for `max_pause_s`, or that comes more
-    slowly than `MIN_BYTES_PER_S` until it is as far behind."""
+    """Return `receive` with a timeout: it raises HTTPException for a body that pauses for `max_pause_s`, or that is
+    slower than `MIN_BYTES_PER_S` until it is as late."""
     left_s, is_whole = max_pause_s, False
 
     async def timed() -> Message:
         nonlocal left_s, is_whole
-        if is_whole:  # what is waited for now is that the client goes away
+        if is_whole:  # the next message is the client's disconnect
             return await receive()
         begin = time.monotonic()
         try:

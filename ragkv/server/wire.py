@@ -1,4 +1,4 @@
-"""What all endpoints share: errors as statuses, server-sent events, clients that go away, and an answer's parts."""
+"""Shared by all endpoints: the protocol of what is served, options and parts of answers, streams, and errors."""
 
 import asyncio
 import json
@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -40,7 +40,7 @@ from ragkv.store.eviction import HINTS, Hint
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody is there to read it
+CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client is left to read it
 STATUSES: dict[type[RagKVError], int] = {  # any other: 500
     BusyError: 409,
     ConfigError: 422,
@@ -60,7 +60,7 @@ AppStatus.disable_automatic_graceful_drain()  # else SIGTERM ends streams at onc
 
 
 class Indexer(Protocol):
-    """What changes a tenant's documents (`ragkv.index.indexer`)."""
+    """The indexer of a tenant's documents (`ragkv.index.indexer`)."""
 
     async def ingest_documents(
         self,
@@ -76,7 +76,7 @@ class Indexer(Protocol):
 
 
 class Pipeline(Protocol):
-    """What is served. `answer` is closed, which cancels the generation, when the client goes away."""
+    """The pipeline that is served. Closing `answer`, as on a client's disconnect, cancels the generation."""
 
     catalog: Catalog
 
@@ -110,8 +110,17 @@ class Pipeline(Protocol):
     async def close(self) -> None: ...
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is blank")
+    return text
+
+
+Question = Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(_not_blank)]
+
+
 class Choices(BaseModel):
-    """How one question is to be answered. What isn't given comes from the server's configuration."""
+    """Options of one question; they default to the server's configuration."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -125,12 +134,12 @@ class Choices(BaseModel):
     budget: float | None = Field(None, ge=0, le=1, description="Share of the cached tokens to recompute")
     hint: Hint | None = Field(
         None,
-        description="How the KV of the chunks found is treated from now on when room is needed: "
+        description="How the KV of the retrieved chunks is treated from now on when room is needed: "
         + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
     )
 
-    explain: bool = Field(False, description="Say of each prompt token where its KV came from")
-    fresh: bool = Field(False, description="Keep vLLM's prefix cache out of it, to time it as if asked the first time")
+    explain: bool = Field(False, description="Report where each prompt token's KV came from")
+    fresh: bool = Field(False, description="Don't use vLLM's prefix cache: times are those of a first request")
     timeout_s: float | None = Field(
         None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
     )
@@ -138,7 +147,7 @@ class Choices(BaseModel):
     def options(
         self, defaults: AnswerConfig, max_tokens: int | None, sampling: Sampling | None = None
     ) -> AnswerOptions:
-        """Raises ConfigError for an unknown policy."""
+        """Return the options with the defaults filled in. Raises ConfigError for an unknown policy."""
         policy = Policy.of(self.policy or defaults.policy, defaults.budget if self.budget is None else self.budget)
         return AnswerOptions(
             policy,
@@ -156,10 +165,10 @@ class SourceResponse(BaseModel):
     document: str
     title: str
     chunk: int
-    ordinal: int = Field(description="The chunk's place in its document, from 0")
+    ordinal: int = Field(description="The chunk's position in its document, from 0")
     score: float = Field(description="Inner product of the embeddings")
     text: str
-    corpus: str | None = Field(None, description="Whose document it is; null: the asker's own")
+    corpus: str | None = Field(None, description="The tenant that has the document; null: the asker")
 
     @classmethod
     def of(cls, source: Source) -> "SourceResponse":
@@ -169,8 +178,8 @@ class SourceResponse(BaseModel):
 
 class PlanResponse(BaseModel):
     way: str = Field(description="`fuse`, `fuse warm` (chunks on disk are computed) or `prefill` (by vLLM alone)")
-    predicted_ms: float = Field(description="The time to first token that was expected of it")
-    prefill_ms: float = Field(description="The same of a full prefill")
+    predicted_ms: float = Field(description="Time to first token that was expected")
+    prefill_ms: float = Field(description="Time to first token that was expected of a full prefill")
 
 
 class ErrorBody(BaseModel):
@@ -184,19 +193,26 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": description}
-    for status, description in {
-        400: "The body can't be read",
-        401: "A key is missing or unknown",
-        408: "The body stopped coming, or came too slowly",
-        413: "The question doesn't fit into the model's context",
-        422: "Something in the request can't be used",
-        429: "Too much is being worked on, or asked for in a minute; Retry-After says when to try again",
-        503: "The engine is not running",
-        504: "The answer took longer than timeout_s",
-    }.items()
+_DESCRIPTIONS = {
+    400: "The body can't be read",
+    401: "A key is missing or unknown",
+    404: "It doesn't exist, or no longer",
+    408: "The body stopped coming, or came too slowly",
+    409: "The home is being changed by another process",
+    413: "The request is too large, or the question doesn't fit into the model's context",
+    422: "Something in the request can't be used",
+    429: "Too many requests in progress, waiting or in this minute; Retry-After says when to try again",
+    503: "The engine is not running",
+    504: "The answer took longer than timeout_s",
 }
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of error responses for an endpoint's schema."""
+    return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+ANSWER_ERRORS = errors(400, 401, 408, 413, 422, 429, 503, 504)
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
 STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {**_EVENT, "required": ["data"]}}}}
 
@@ -281,7 +297,7 @@ def as_json(data: Any) -> str:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """The body that reports `error`. What isn't a RagKVError stays in the log."""
+    """Return the body that reports `error`; an error that isn't a RagKVError is only in the log."""
     if isinstance(error, ContextTooLongError):
         return error_body(type(error).__name__, str(error), num_tokens=error.num_tokens, limit=error.limit)
     if isinstance(error, RagKVError):
@@ -300,13 +316,13 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """Starlette raises `error` again behind this, and uvicorn closes the connection then: clients are told so."""
+    """Announce that the connection closes: Starlette raises `error` again after this, and then uvicorn closes it."""
     return JSONResponse(error_of(error), 500, {"Connection": "close"})
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     kind, headers = HTTPStatus(error.status_code).phrase.replace(" ", ""), dict(error.headers or {})
-    if error.status_code == 405:  # Starlette names those of one of the path's routes
+    if error.status_code == 405:  # Starlette names the methods of only one of the path's routes
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
         headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
     return JSONResponse(error_body(kind, error.detail), error.status_code, headers)

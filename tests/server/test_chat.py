@@ -130,7 +130,7 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, ope
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
         ({"tools": [{"type": "function"}]}, "body: Value error, tools can't be used here: leave it out"),
-        ({"n": 2}, "body: Value error, n can't be used here: leave it out; 1 can stand there"),
+        ({"n": 2}, "body: Value error, n can't be used here: leave it out; 1 is accepted"),
         ({"response_format": {"type": "json_object"}}, "body: Value error, response_format can't be used"),
         ({"temprature": 1}, "temprature: Extra inputs are not permitted"),
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
