@@ -56,7 +56,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Frame = dict[str, str]  # of a server-sent event: its data, and its event's name if it has one
 ToFrames = Callable[[AnswerEvent], Iterable[Frame]]
 
-AppStatus.disable_automatic_graceful_drain()  # else SIGTERM ends streams at once; uvicorn gives them time to finish
+AppStatus.enable_automatic_graceful_drain = False  # else SIGTERM ends streams at once; uvicorn lets them finish
 
 
 class Indexer(Protocol):

@@ -1,4 +1,4 @@
-"""Chromium without a window, on a page of a server that is scripted; and what it noticed while it was there."""
+"""Headless Chromium on the page of a scripted server, with checks of its logs."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-PATIENCE_S = 10
+TIMEOUT_S = 10
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def chromium() -> Iterator[Chrome]:
     program = shutil.which("chromium") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip("there is no Chromium here to show the page in; apt install chromium chromium-driver")
+        pytest.skip("Chromium isn't installed; apt install chromium chromium-driver")
     options = ChromeOptions()
     options.binary_location = program
     for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1280,900"):
@@ -49,17 +49,17 @@ class Page:
         return self.chrome.find_elements(By.CSS_SELECTOR, selector)
 
     def texts(self, selector: str) -> list[str]:
-        """As they stand in the document, seen or not."""
+        """Return the texts of elements, visible or not."""
         return [element.get_property("textContent") for element in self.all(selector)]
 
     def run(self, script: str, *arguments):
-        """What the body of an async function returns in the page."""
+        """Run the body of an async function in the page, and return its result."""
         call = "const done = arguments[arguments.length - 1]; (async () => {%s})().then(done, (e) => done(String(e)))"
         return self.chrome.execute_async_script(call % script, *arguments)
 
     def until(self, what: Callable[[], object]):
-        """What it returns, once that is true."""
-        end = time.monotonic() + PATIENCE_S
+        """Wait until `what` returns something true, and return that."""
+        end = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 found = what()
@@ -67,9 +67,7 @@ class Page:
                 found = None
             if found:
                 return found
-            assert time.monotonic() < end, (
-                f"it did not come to pass within {PATIENCE_S} s: the page shows\n{self.shown}"
-            )
+            assert time.monotonic() < end, f"it didn't happen within {TIMEOUT_S} s: the page shows\n{self.shown}"
             time.sleep(0.02)
 
     @property
@@ -81,7 +79,7 @@ class Page:
         self["question"].send_keys(question, "\n")
 
     def leave(self) -> None:
-        """Fails if anything went elsewhere than to the server, broke the policy, or went wrong in a script."""
+        """Leave the page; fail if it sent anything elsewhere, violated the policy, or had an error in a script."""
         self.chrome.get("about:blank")
         for entry in self.chrome.get_log("browser"):
             status = entry["message"].partition("responded with a status of ")[2][:3]

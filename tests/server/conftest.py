@@ -32,6 +32,6 @@ def own_pipeline(tmp_path) -> ScriptedPipeline:
 
 @pytest.fixture
 def own_client(own_pipeline, tmp_path) -> Iterator[httpx.Client]:
-    """Of a server that this test has for itself."""
+    """A client of a server that only this test uses."""
     with running({own_pipeline.tenant: own_pipeline}, tmp_path) as client:
         yield client

@@ -1,4 +1,4 @@
-"""Documents and jobs, scripted: steps of a job that the page must be seen at, refusals, names of every kind."""
+"""Scripted endpoints for documents and jobs: the steps of a job, refusals, names of every kind."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ REPORT = {
 
 
 class ScriptedApi:
-    """Files become documents of one chunk. A job goes one step further each time it is asked for."""
+    """Documents of one chunk for each file. A job advances by one step each time it is read."""
 
     def __init__(self) -> None:
         self.documents: dict[str, str] = {}
@@ -107,7 +107,7 @@ def holders_of(app):
 
 
 def app_with(api: ScriptedApi):
-    """What `running` serves: the app, with the scripted endpoints in front of its own."""
+    """Return a `wrap` for `running`: the app with the scripted endpoints in place of its own."""
     scripted = FastAPI()
     scripted.include_router(api.router())
 

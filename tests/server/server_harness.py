@@ -1,4 +1,4 @@
-"""A server over real sockets, of a pipeline that is scripted."""
+"""A server over real sockets, with a scripted pipeline."""
 
 import asyncio
 import socket
@@ -40,7 +40,7 @@ ANSWER = Answer(
     finish_reason="stop",
     fallback="the model's layers all slide",
 )
-STRIP = TokenOrigins(
+ORIGINS = TokenOrigins(
     [f" t{i}" for i in range(30)], [Run(0, 5, "prefix", None), Run(5, 25, "disk", 0), Run(25, 30, "computed", None)]
 )
 SCRIPT = [Retrieved([SOURCE]), Delta("Grüße,\n"), Delta(" world"), ANSWER]
@@ -50,11 +50,11 @@ CONFIG = Config(answer={"policy": "query", "budget": 0.2, "top_k": 3, "max_token
 
 
 class ParagraphIndexer:
-    """An indexer on a real catalogue: a chunk for each paragraph, and no KV."""
+    """An indexer of a real catalogue: one chunk for each paragraph, and no KV."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self.obstacles: list[Exception] = []  # what the next ingests raise
+        self.obstacles: list[Exception] = []  # raised by the next ingests
 
     async def ingest_documents(self, documents, progress, hint, is_withdrawn):
         report, files = IngestReport(), set()
@@ -89,7 +89,7 @@ class ParagraphIndexer:
 
 
 class ScriptedPipeline:
-    """Plays `script`: events are yielded, exceptions raised, events of asyncio waited for."""
+    """A pipeline that plays `script`: it yields events, raises exceptions, and waits for asyncio's events."""
 
     def __init__(self, folder: Path, script=SCRIPT, tenant: str = MAIN) -> None:
         self.tenant, self.catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
@@ -103,7 +103,7 @@ class ScriptedPipeline:
         self.gauges = {"entries": 7, "evicted_entries": 2, "disk_bytes": 7000, "memory_chunks": 3}
         self.counters = {"corrupt_chunks": 1, "restored_chunks": 0, "failed_restores": 0}
         self.script = script
-        self.origins = STRIP
+        self.origins = ORIGINS
         self.asked: list[tuple[str, AnswerOptions]] = []
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
@@ -140,28 +140,28 @@ class ScriptedPipeline:
 def running(
     pipelines: dict[str, ScriptedPipeline], folder: Path, config: Config = CONFIG, wrap=lambda app: app
 ) -> Iterator[httpx.Client]:
-    """wrap: what is served instead of the app."""
+    """Serve `pipelines` by tenant, and yield a client. wrap: returns what is served instead of the app."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        https: list[uvicorn.Server] = []
-        there = threading.Event()
+        servers: list[uvicorn.Server] = []
+        started = threading.Event()
 
         async def serve() -> None:
             tenants = Tenants(config, pipelines, {name: folder / f"uploads-{name}" for name in pipelines})
             settings = uvicorn.Config(wrap(server.create_app(tenants)), lifespan="off", log_level="critical")
-            https.append(uvicorn.Server(settings))
+            servers.append(uvicorn.Server(settings))
             tenants.start()
-            there.set()
-            await listen(https[0], listener, config.server.max_pause_s)
+            started.set()
+            await listen(servers[0], listener, config.server.max_pause_s)
             await tenants.close()
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
-        there.wait(10)
+        started.wait(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            # uvicorn closes a connection behind an unexpected error, so none is used twice
+            # uvicorn closes a connection after an unexpected error, so none is used twice
             with httpx.Client(base_url=url, timeout=10, limits=httpx.Limits(max_keepalive_connections=0)) as client:
                 yield client
         finally:
-            https[0].should_exit = True
+            servers[0].should_exit = True
             thread.join(10)

@@ -1,4 +1,4 @@
-"""OpenAI's protocol, by their own client and LangChain's, over real sockets, of a pipeline that is scripted."""
+"""OpenAI's protocol over real sockets, with their own client and LangChain's, and a scripted pipeline."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def test_a_stream_carries_the_same(openai_client) -> None:
 
 
 def test_nothing_comes_before_the_first_token(pipeline, client) -> None:
-    """Whoever measures the time to first token takes the first frame for it."""
+    """Clients measure the time to first token by the first frame."""
     pipeline.script = [SCRIPT[0], asyncio.Event()]
     body = {"messages": ASKED, "stream": True}
     with pytest.raises(httpx.ReadTimeout), client.stream("POST", "/v1/chat/completions", json=body, timeout=1) as found:
@@ -56,7 +56,7 @@ def test_nothing_comes_before_the_first_token(pipeline, client) -> None:
     assert pipeline.cancelled.wait(5)
 
 
-def test_a_stream_has_usage_only_for_who_asks(openai_client) -> None:
+def test_a_stream_has_usage_only_on_request(openai_client) -> None:
     chunks = list(openai_client.chat.completions.create(model=MODEL, messages=ASKED, stream=True))
     assert all(chunk.usage is None for chunk in chunks) and chunks[-1].choices[0].finish_reason == "stop"
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_used_is_named(pipeline, openai_client, fields, named) ->
     assert not pipeline.asked
 
 
-def test_what_changes_nothing_is_passed_over(openai_client) -> None:
+def test_fields_without_effect_are_ignored(openai_client) -> None:
     nothing = {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}
     extra = {**nothing, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "logit_bias": {}}
     assert openai_client.chat.completions.create(model=MODEL, messages=ASKED, extra_body=extra).choices

@@ -1,4 +1,4 @@
-"""Documents over HTTP: a real catalogue and real uploads on disk, without a model."""
+"""Documents over HTTP, with a real catalogue and real uploads on disk, without a model."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ def pipeline(own_pipeline):
 
 @pytest.fixture
 def client(own_client):
-    """Of an empty catalogue."""
+    """A client of a server with an empty catalogue."""
     return own_client
 
 
@@ -29,7 +29,7 @@ def upload(client, *files, **fields):
 
 
 def finished(client, response):
-    """The job of an upload, once it has ended."""
+    """Wait for an upload's job to end, and return it."""
     assert response.status_code == 202, response.text
     assert response.headers["location"] == f"/v1/jobs/{response.json()['id']}"
     for _ in range(200):
@@ -61,8 +61,9 @@ def test_a_document_comes_stays_changes_and_goes(client) -> None:
     assert client.get("/v1/documents").json()["documents"] == [
         {"name": "notes/tea.md", "title": "Tea", "num_chunks": 2, "num_tokens": 10}
     ]
-    gone = client.delete("/v1/documents/notes/tea.md").json()
-    assert gone["documents"] == ["notes/tea.md"] and gone["num_chunks"] == 2 and gone["size_bytes"] == 2000
+    deletion = client.delete("/v1/documents/notes/tea.md").json()
+    assert deletion["documents"] == ["notes/tea.md"]
+    assert deletion["num_chunks"] == 2 and deletion["size_bytes"] == 2000
     assert names(client) == []
     for response in (client.delete("/v1/documents/notes/tea.md"), client.get("/v1/documents/notes/tea.md")):
         assert response.status_code == 404 and "no document 'notes/tea.md'" in response.json()["error"]["message"]
@@ -181,7 +182,7 @@ def test_an_upload_waits_while_the_home_is_busy(pipeline, client) -> None:
     assert names(client) == ["a.txt"]
 
 
-def test_what_is_taken_is_indexed_after_a_restart(pipeline, tmp_path) -> None:
+def test_an_accepted_upload_is_indexed_after_a_restart(pipeline, tmp_path) -> None:
     pipeline.indexer.obstacles = [StoreError("no space"), RuntimeError("a bug")]
     with running({MAIN: pipeline}, tmp_path) as client:
         waiting = upload(client, ("a.txt", b"text")).json()["id"]
@@ -278,14 +279,14 @@ def test_each_tenant_has_documents_of_its_own(tenants) -> None:
     assert len(tenants["zeta"].asked) == 1 and not tenants["acme"].asked
 
 
-def test_figures_of_all_tenants_are_for_none_of_them(tenants) -> None:
+def test_metrics_of_all_tenants_are_refused_to_tenants(tenants) -> None:
     assert "ragkv_requests_total" in tenants[MAIN].client.get("/metrics").text
     for name in ("acme", "zeta"):
         response = tenants[name].client.get("/metrics")
         assert response.status_code == 403 and "server.keys" in response.json()["error"]["message"]
 
 
-def test_what_a_tenant_may_ask_for(tenants) -> None:
+def test_limits_of_a_tenant(tenants) -> None:
     acme, zeta = tenants["acme"].client, tenants["zeta"].client
     assert acme.post("/v1/answer", json={"question": "?"}).status_code == 200
     assert acme.post("/v1/search", json={"query": "?"}).status_code == 200

@@ -1,4 +1,4 @@
-"""Who may ask, and how much, over real sockets."""
+"""Keys, origins and sizes of requests, over real sockets."""
 
 import hashlib
 import re
@@ -39,7 +39,7 @@ def guarded(pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("key", KEYS.values())
-def test_who_has_a_key_may_ask(guarded, key) -> None:
+def test_a_request_with_a_key_is_answered(guarded, key) -> None:
     assert guarded.post("/v1/answer", json=QUESTION, headers={"Authorization": f"bearer  {key}"}).status_code == 200
 
 
@@ -59,7 +59,7 @@ def test_who_has_a_key_may_ask(guarded, key) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/answer", "/v1/models", "/v1/chat/completions", "/metrics", "/nothing"])
-def test_nobody_else_learns_anything(pipeline, guarded, authorization, path) -> None:
+def test_requests_without_a_key_are_refused(pipeline, guarded, authorization, path) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
     response = guarded.post(path, content=b"\xff{", headers=headers)
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
@@ -73,7 +73,7 @@ def test_probes_need_no_key(guarded) -> None:
     assert scheme["scheme"] == "bearer"
 
 
-def test_without_keys_everybody_may_ask(client) -> None:
+def test_without_keys_every_request_is_answered(client) -> None:
     assert client.post("/v1/answer", json=QUESTION, headers={"Authorization": "Bearer x"}).status_code == 200
 
 
@@ -85,26 +85,26 @@ def chunks(num_bytes):
 
 
 @pytest.mark.parametrize("path", ["/v1/answer", "/v1/chat/completions"])
-def test_a_body_that_is_too_large_is_refused_while_it_comes(pipeline, client, path) -> None:
+def test_a_body_that_is_too_large_is_refused_while_it_is_sent(pipeline, client, path) -> None:
     response = client.post(path, content=b"x" * (MAX_BODY_BYTES + 1))
     assert (response.status_code, response.json()["error"]["type"]) == (413, "ContentTooLarge")
-    response = client.post(path, content=chunks(MAX_BODY_BYTES + (1 << 20)))  # chunked: nobody says how long
+    response = client.post(path, content=chunks(MAX_BODY_BYTES + (1 << 20)))  # chunked: of unknown length
     assert response.status_code == 413 and str(MAX_BODY_BYTES) in response.json()["error"]["message"]
     assert not pipeline.asked
     assert client.post("/v1/answer", json=QUESTION).status_code == 200
 
 
-def test_who_is_refused_at_once_may_send_to_the_end_and_then_reads_why(client) -> None:
+def test_a_client_that_is_refused_early_can_finish_sending_and_reads_the_refusal(client) -> None:
     body = b"x" * (MAX_BODY_BYTES + 1)
     head = f"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
         connection.sendall(head.encode())
-        assert select([connection], [], [], 60)[0]  # the refusal is there, and not yet read
+        assert select([connection], [], [], 60)[0]  # the refusal has arrived, and isn't read yet
         connection.sendall(body)
         response = HTTPResponse(connection)
         response.begin()
         assert response.status == 413 and str(MAX_BODY_BYTES).encode() in response.read()
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # nothing of the body is in the way
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # no rest of the body is in the way
         response = HTTPResponse(connection)
         response.begin()
         assert response.status == 200
@@ -181,14 +181,14 @@ OURS = "http://127.0.0.1:{port}"
         ({"Origin": "null"}, 403),
         ({"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": OURS, "Sec-Fetch-Site": "same-site"}, 403),
-        ({"Origin": "https://rag.example", "Sec-Fetch-Site": "same-origin"}, 200),  # behind a proxy
+        ({"Origin": "https://rag.example", "Sec-Fetch-Site": "same-origin"}, 200),  # through a proxy
         ({"Host": "localhost:1"}, 200),
         ({"Host": "[::1]:1"}, 200),
-        ({"Host": "evil.example:8090", "Origin": "http://evil.example:8090"}, 403),  # a name made to mean this machine
+        ({"Host": "evil.example:8090", "Origin": "http://evil.example:8090"}, 403),  # DNS rebinding
         ({"Host": "127.0.0.1.evil.example"}, 403),
     ],
 )
-def test_pages_of_other_sites_can_neither_ask_nor_upload(module_pipeline, headers, expected) -> None:
+def test_cross_site_requests_can_neither_ask_nor_upload(module_pipeline, headers, expected) -> None:
     pipeline, client = module_pipeline
     pipeline.play()
     headers = {name: value.format(port=client.base_url.port) for name, value in headers.items()}

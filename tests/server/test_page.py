@@ -1,4 +1,4 @@
-"""The page in a real browser, over real sockets: what is asked, shown, and never let in."""
+"""The page in a real browser, over real sockets."""
 
 import asyncio
 import shutil
@@ -467,7 +467,7 @@ def axe(tmp_path_factory) -> str:
     """axe-core's script, from npm."""
     npm, folder = shutil.which("npm"), tmp_path_factory.mktemp("axe")
     if npm is None:
-        pytest.skip("there is no npm here to get axe-core with; apt install npm")
+        pytest.skip("npm isn't installed; axe-core comes with it: apt install npm")
     done = subprocess.run([npm, "pack", AXE], cwd=folder, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"npm can't get {AXE}: {done.stderr.strip()[-200:]}")
@@ -477,8 +477,8 @@ def axe(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
-def test_colours_stand_out(page, colours) -> None:
-    """WCAG 1.4.11: what carries meaning has three times the contrast to what lies behind it; axe looks at text only."""
+def test_colours_have_contrast(page, colours) -> None:
+    """WCAG 1.4.11: what carries meaning has a contrast of three to its background; axe checks only text."""
     media = {"features": [{"name": "prefers-color-scheme", "value": colours}]}
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     kinds = ["prefix", "memory", "disk", "recomputed", "computed", "probe", "decode", "edge", "accent", "danger"]

@@ -1,4 +1,4 @@
-"""HTTP behaviour, over real sockets, of a pipeline that is scripted: statuses, framing, cancellation, shutdown."""
+"""HTTP over real sockets with a scripted pipeline: statuses, framing, cancellation, shutdown."""
 
 import asyncio
 import json
@@ -172,7 +172,7 @@ def test_errors_before_the_first_event_have_a_status(pipeline, client, error, st
     assert (response.status_code, response.json()) == (status, {"error": body})
 
 
-def test_behind_a_bug_the_connection_is_closed_and_the_client_is_told(pipeline, client) -> None:
+def test_after_a_bug_the_connection_is_closed_and_the_client_is_informed(pipeline, client) -> None:
     for error, connection in ((RagKVError("engine died"), None), (KeyError("secret"), "close")):
         pipeline.script = [error]
         response = client.post("/v1/answer", json={"question": "who?"})
@@ -187,7 +187,7 @@ def test_an_error_after_the_first_event(pipeline, client) -> None:
     assert sse(response.text)[-1] == ("error", {"error": {"type": "RagKVError", "message": "engine died"}})
 
 
-def test_an_unexpected_error_in_a_stream_says_nothing_of_its_inside(pipeline, client) -> None:
+def test_an_unexpected_error_in_a_stream_reveals_nothing(pipeline, client) -> None:
     pipeline.script = [*SCRIPT[:2], KeyError("secret")]
     response = client.post("/v1/answer", json={"question": "who?", "stream": True})
     assert sse(response.text)[-1][0] == "error" and "secret" not in response.text
@@ -217,7 +217,7 @@ def test_unknown_paths_and_methods(client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_events", [0, 2])
-def test_a_client_that_leaves_cancels_the_generation(pipeline, client, num_events: int, stream: bool) -> None:
+def test_a_client_that_disconnects_cancels_the_generation(pipeline, client, num_events: int, stream: bool) -> None:
     pipeline.script = [*SCRIPT[:num_events], asyncio.Event()]
     body = json.dumps({"question": "who?", "stream": stream})
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
@@ -240,7 +240,7 @@ def test_many_at_once(pipeline, client) -> None:
     assert {question for question, _ in pipeline.asked} == {f"{i}?" for i in range(32)}
 
 
-def test_the_schema_tells_it_all(client) -> None:
+def test_the_schema_describes_requests_and_responses(client) -> None:
     schema = client.get("/openapi.json").json()
     operation = schema["paths"]["/v1/answer"]["post"]
     assert operation["responses"].keys() == {"200", "400", "401", "408", "413", "422", "429", "503", "504"}
@@ -256,7 +256,7 @@ def test_the_schema_tells_it_all(client) -> None:
     assert {"Usage", "Timings", "SourceResponse", "ErrorBody"} <= schemas.keys()
 
 
-def test_a_port_in_use_is_told_before_the_pipeline_is_opened() -> None:
+def test_a_port_in_use_is_an_error_before_the_pipeline_is_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"can't listen on 127.0.0.1:{port}: Address already in use; .*--port"):

@@ -1,4 +1,4 @@
-"""Clients that stall, over raw sockets: nothing waits for them without end, and others don't notice."""
+"""Clients that stall, over raw sockets: all waits for them have an end, and other clients aren't affected."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ def connected(client, data=b""):
     return connection
 
 
-def told(connection, piece):
-    """What the server says until it closes, to a client that sends `piece` again and again meanwhile."""
+def received(connection, piece):
+    """Return what the server sends until it closes, to a client that keeps sending `piece`."""
     connection.settimeout(0.05)
     said, begin = b"", time.monotonic()
     while time.monotonic() - begin < 10:
@@ -63,7 +63,7 @@ def told(connection, piece):
         (b"GET /healthz HTTP/1.1\r\n" + HOST, b"A: b\r\n", None),
         (b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\nGET /", b"a", 200),  # a next request, begun and never ended
         (b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 9000\r\n\r\n", b" ", 404),
-        (ASK + b"Content-Length: 9000000000\r\n\r\n", b" " * 1000, 413),  # goes on though it was refused
+        (ASK + b"Content-Length: 9000000000\r\n\r\n", b" " * 1000, 413),  # continues although it was refused
         (ASK + b"Content-Length: 9000\r\n\r\n", b"", 408),
         (ASK + b"Content-Length: 9000\r\n\r\n", b" ", 408),
         (ASK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 408),
@@ -73,7 +73,7 @@ def told(connection, piece):
 )
 def test_a_request_that_never_ends(client, own_pipeline, head, piece, status) -> None:
     with connected(client, head) as connection:
-        said = told(connection, piece)
+        said = received(connection, piece)
     assert said.split(b" ")[1:2] == ([] if status is None else [str(status).encode()])
     if status == 408:
         assert b'"type":"RequestTimeout"' in said and b"\r\nconnection: close\r\n" in said
@@ -91,7 +91,7 @@ def test_nothing_is_left_of_a_broken_upload(client, tmp_path, monkeypatch) -> No
     with connected(client, UPLOAD + b"x" * 3_000_000) as connection:
         time.sleep(PAUSE_S / 2)
         assert spooled()
-        assert b" 408 " in told(connection, b"")
+        assert b" 408 " in received(connection, b"")
     assert not spooled() and not list((tmp_path / "tmp").iterdir())
     assert not list(tmp_path.glob("uploads-*/*")) and client.get("/v1/jobs").json() == {"jobs": []}
 
@@ -137,7 +137,7 @@ def test_a_stream_that_nobody_reads_is_held_back_and_ended(client, own_pipeline,
             if ended:
                 break
             time.sleep(0.1)
-        assert ended and num_bytes < 64 << 20  # what the system's buffers take of it
+        assert ended and num_bytes < 64 << 20  # what the system's buffers hold
         assert client.post("/v1/search", json={"query": "who?"}).status_code == 200
         connection.settimeout(5)
         with pytest.raises(ConnectionError):
@@ -145,17 +145,17 @@ def test_a_stream_that_nobody_reads_is_held_back_and_ended(client, own_pipeline,
                 pass
 
 
-def test_many_of_them_are_in_nobodys_way(client) -> None:
+def test_many_of_them_do_not_affect_other_clients(client) -> None:
     heads = (ASK, ASK + b"Content-Length: 9000\r\n\r\n", UPLOAD, UPLOAD + b"x" * 10_000)
     with ExitStack() as stack:
         slow = [stack.enter_context(connected(client, heads[i % len(heads)])) for i in range(200)]
         assert client.get("/healthz").status_code == 200
         assert client.post("/v1/answer", json={"question": "who?"}).status_code == 200
-        said = [told(connection, b"") for connection in slow]
+        said = [received(connection, b"") for connection in slow]
     assert [b" 408 " in each for each in said] == [head is not ASK for head in heads] * 50
 
 
-def test_what_they_make_the_server_hold_is_bounded(client, monkeypatch) -> None:
+def test_the_bytes_held_for_them_are_bounded(client, monkeypatch) -> None:
     monkeypatch.setattr("ragkv.server.gate.MAX_HELD_BYTES", 1_000_000)
     head = ASK + b"Content-Length: 900000\r\n\r\n"
     with connected(client, head + b" " * 800_000) as first:
@@ -165,7 +165,7 @@ def test_what_they_make_the_server_hold_is_bounded(client, monkeypatch) -> None:
             second.settimeout(5)
             said = second.recv(1 << 16)
         assert b" 429 " in said and b"\r\nretry-after: 1\r\n" in said
-        assert b" 408 " in told(first, b"")
+        assert b" 408 " in received(first, b"")
     for _ in range(3):  # nothing of it is held any more, and one alone may be larger
         body = QUESTION + b" " * 1_500_000
         assert client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"}).status_code == 200

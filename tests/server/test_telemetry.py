@@ -23,7 +23,7 @@ REQUEST_ID = "ragkv.request_id"
 
 @pytest.fixture
 def lines(monkeypatch):
-    """What is logged as JSON from here on, once there are so many lines."""
+    """A function that waits for a number of JSON log lines of this test, and returns them."""
     root, written = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(root, "handlers", root.handlers[:])
     monkeypatch.setattr(root, "level", root.level)
@@ -82,7 +82,7 @@ def test_an_answer_has_the_id_of_its_request(client) -> None:
     assert client.post("/v1/answer", content=b"{").headers["x-request-id"]
 
 
-def test_requests_and_what_happens_meanwhile_are_logged_under_the_same_id(pipeline, client, lines) -> None:
+def test_all_log_lines_of_a_request_have_its_id(pipeline, client, lines) -> None:
     client.post("/v1/answer", json=QUESTION, headers={"X-Request-Id": "mine-first"})
     pipeline.play([*SCRIPT[:2], RuntimeError("a bug")])
     client.post("/v1/answer", json={**QUESTION, "stream": True}, headers={"X-Request-Id": "mine-second"})
@@ -96,7 +96,7 @@ def test_requests_and_what_happens_meanwhile_are_logged_under_the_same_id(pipeli
     assert odd["path"] == "/v1/documents/a\nb" and "\n" not in odd["message"]
 
 
-def test_a_client_that_leaves_is_logged_too(pipeline, client, lines) -> None:
+def test_a_client_that_disconnects_is_logged_too(pipeline, client, lines) -> None:
     pipeline.play([*SCRIPT[:2], asyncio.Event()])
     with client.stream(
         "POST", "/v1/answer", json={**QUESTION, "stream": True}, headers={"X-Request-Id": "mine"}
