@@ -1,1 +1,1 @@
-"""Measurements: time to first token, and what comes with it. Rows are plain dicts, ready for JSON lines."""
+"""Measurements and campaigns, next to the product: `ragkv eval`. The product imports nothing of this."""

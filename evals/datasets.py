@@ -32,8 +32,8 @@ class Example:
 class Dataset:
     """Examples, how the model is asked, and how its answers are scored.
 
-    instruction stands before the chunks, asking between them and the question; None is what the product uses. cue:
-    what the answer follows in a plain text that the model goes on with; None is a chat, if the model has a template.
+    instruction precedes the chunks, asking between them and the question; None is what the product uses. cue:
+    what the answer follows in a plain text that the model continues; None is a chat, if the model has a template.
     score: "contains", "token-f1", "rouge-l" or "rouge-l-line" (`ragkv.evals.scores`). ceiling: the best score that can
     be had, if not 1.
     """
@@ -49,7 +49,7 @@ class Dataset:
 
 
 def load(name: str, data: Path | None) -> Dataset:
-    """A dataset by name, file or Hugging Face id. Raises ConfigError for one that isn't there or can't be read."""
+    """Load a dataset by name, file or Hugging Face id. Raises ConfigError for one that isn't there or can't be read."""
     if name in _READERS:
         if data is None:
             raise ConfigError(f"--data is missing: the folder that holds {name}")
@@ -65,7 +65,7 @@ def load(name: str, data: Path | None) -> Dataset:
 
 
 def _musique(data: Path) -> Dataset:
-    """20 paragraphs in 5 chunks of about 500 tokens, so that what a question needs is v_std over chunks."""
+    """20 paragraphs in 5 chunks of about 500 tokens, so that what a question needs is spread over chunks."""
     examples = []
     for row in _lines(data / "musique" / "musique_200.jsonl"):
         paragraphs = [f"{p['title']}\n{p['paragraph_text']}\n\n" for p in row["paragraphs"]]
@@ -118,7 +118,7 @@ def _xquad(data: Path) -> Dataset:
 
 def _samsum(data: Path) -> Dataset:
     """Few-shot: ten dialogues with their summaries are the chunks, as in CacheBlend's paper, and its protocol: its
-    wording, a text to go on with instead of a chat, Rouge-L of the first line."""
+    wording, a text to continue instead of a chat, Rouge-L of the first line."""
     rows = json.loads((data / "samsum" / "samsum_val.json").read_text())
     examples = []
     for i, row in enumerate(rows):

@@ -18,13 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ragkv.errors import ConfigError
-from ragkv.evals import scores
-from ragkv.evals.rows import Row, summary
+from ragkv.evals import intervals
+from ragkv.evals.experiment import Row
+from ragkv.evals.quality_rows import summary
 
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one file: `arms` maps an arm's label to its rows by example."""
+    """The rows of one file; `arms` maps an arm's label to its rows by example."""
 
     name: str
     dataset: str
@@ -73,7 +74,7 @@ def _read(file: Path) -> Results:
 
 
 def _draw_drift(result: Results, file: Path) -> None:
-    """Mean KL against budget, a line for each policy and kind of KV, with 95% intervals."""
+    """Draw mean KL against budget, a line for each policy and kind of KV, with 95% intervals."""
     lines: dict[str, list[tuple[float, float, list[float]]]] = {}
     for row in map(summary, (list(rows.values()) for rows in result.arms.values())):
         if row["policy"] != "full":
@@ -82,15 +83,17 @@ def _draw_drift(result: Results, file: Path) -> None:
     for i, (name, points) in enumerate(lines.items()):
         budgets, means, intervals = zip(*sorted(points), strict=True)
         below, above = zip(*((m - low, high - m) for m, (low, high) in zip(means, intervals, strict=True)), strict=True)
-        places = [100 * b + 0.06 * (i - len(lines) / 2) for b in budgets]  # side by side, so that all can be seen
-        axes.errorbar(places, means, (below, above), marker="o", ms=4, capsize=2, elinewidth=0.8, label=name)
+        positions = [100 * b + 0.06 * (i - len(lines) / 2) for b in budgets]  # side by side, so that all can be seen
+        axes.errorbar(positions, means, (below, above), marker="o", ms=4, capsize=2, elinewidth=0.8, label=name)
     axes.set(xlabel="budget, % of the cached tokens", ylabel="KL to full prefill", title=result.name, ylim=(0, None))
     _save(figure, file)
 
 
 def _draw_scores(result: Results, file: Path) -> bool:
-    """Score against TTFT, a point for each arm, with 95% intervals of the difference from full prefill; False if no
-    times were taken."""
+    """Draw score against TTFT, a point for each arm, with 95% intervals of the difference from full prefill.
+
+    Returns False if no times were taken.
+    """
     figure, axes = _axes()
     drawn = {}
     for label, rows in result.arms.items():
@@ -118,7 +121,7 @@ def _axes() -> tuple[Figure, Axes]:
 
 
 def _save(figure: Figure, file: Path) -> None:
-    """With the legend beside the picture, where it hides nothing."""
+    """Save it with the legend next to the picture, where it hides nothing."""
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -144,7 +147,7 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
         ratio = "-"
         if reference is not None and (ids := [id for id in rows if id in reference]):
             pair = [rows[id]["kl"] for id in ids], [reference[id]["kl"] for id in ids]
-            low, high = scores.ratio_interval(*pair)
+            low, high = intervals.ratio_interval(*pair)
             ratio = f"{np.mean(pair[0]) / np.mean(pair[1]):.2f} [{low:.2f}, {high:.2f}]"
         cells = (
             label,
@@ -160,7 +163,7 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
         table.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     images = "".join(f'<img src="{picture.name}" alt="{picture.stem}">' for picture in pictures)
     about = (
-        f"{result.dataset}: {first['model']}, {first['dtype']}, {first['captures']} captures, KV stored "
+        f"{result.dataset}: {first['model']}, {first['dtype']}, {first['captures']} contexts, KV stored "
         f"{first['codec']}; score: {first['score_name']}, at most {first['score_ceiling']:g}; 95% bootstrap "
         "intervals in brackets"
     )
@@ -168,7 +171,7 @@ def _section(result: Results, against: str, pictures: Sequence[Path]) -> str:
 
 
 def _example(results: Sequence[Results]) -> list[str]:
-    """The prompt of one example, what was recomputed coloured, for each arm that recomputed some of it."""
+    """Return the prompt of one example, what was recomputed coloured, for each arm that recomputed some of it."""
     for result in results:
         shown = [row for row in result.rows if row.get("pieces") and row["recomputed_runs"]]
         if shown:
@@ -207,7 +210,7 @@ b.asked {{ background: #bdf; color: #000; font-weight: 500 }}
 <h1>How far fused answers drift from full prefill</h1>
 <p>KL(full ‖ fused) over the whole vocabulary, teacher-forced along full prefill's own greedy continuation and the gold
 answer; lower is better. Agreement: how often the fused model's first choice is full prefill's. Gold NLL and score:
-their difference from, and value beside, full prefill of the same tokens.</p>
+their difference from, and value next to, full prefill of the same tokens.</p>
 {body}
 </html>
 """

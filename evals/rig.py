@@ -1,4 +1,4 @@
-"""The test rig of evaluations: the configured model on an empty store. Knows nothing about what is measured."""
+"""The test rig: an engine on an empty store, for experiments that time single requests."""
 
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
@@ -19,7 +19,7 @@ from ragkv.store.segment_store import SegmentStore
 
 @dataclass(frozen=True)
 class Rig:
-    """An engine that runs on an empty store, for measuring."""
+    """A running engine, its store, and what lays out prompts for them."""
 
     engine: Engine
     store: SegmentStore
@@ -35,9 +35,9 @@ class Rig:
 async def rig(
     config: Config, num_contexts: int, store_options: Mapping[str, Any], **engine_args: Any
 ) -> AsyncGenerator[Rig, None]:
-    """Start the configured model on a store in a temporary folder, for as long as the context lasts.
+    """Start the configured model on a store in a temporary folder; both are deleted afterwards. engine_args go to vLLM.
 
-    engine_args: passed to vLLM. Raises ModelError for a model that can't be loaded or fused.
+    Raises ModelError for a model that can't be loaded or fused.
     """
     model, fingerprint = models.resolve(config.model.name, config.home), "0" * 32
     layout = PromptLayout(model)

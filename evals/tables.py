@@ -1,17 +1,17 @@
-"""What evaluations print. What else the command line prints: `ragkv.cli.output`."""
+"""The tables of rows: a function each, which takes what `--json` prints and prints it to be read."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from ragkv.cli.output import Bar, err, out
+from ragkv.cli.output import out
+from ragkv.evals.experiment import Row
+
+_WIDTH = 115  # of wide tables, at least: on a narrow terminal lines wrap and no value is cut off
 
 
-def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval ttft --json` prints them."""
+def ttft(rows: Sequence[Row]) -> None:
     table = Table(title="Time to first token, medians in ms", title_justify="left", box=None, padding=(0, 1, 0, 0))
     columns = ("tokens", "policy", "full", "fused", "speed-up", "load", "probe", "recompute", "reused", "computed")
     for name in columns:
@@ -32,8 +32,7 @@ def print_ttft(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def print_retrieval(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval retrieval --json` prints them."""
+def retrieval(rows: Sequence[Row]) -> None:
     table = Table("questions", "by", box=None, padding=(0, 2, 0, 0))
     depths = list(dict.fromkeys(row["depth"] for row in rows))
     for depth in depths:
@@ -51,12 +50,11 @@ def print_retrieval(rows: Sequence[dict[str, Any]]) -> None:
         )
         by = f"{first['mode']}, reranked" if first["reranked"] else first["mode"]
         table.add_row(f"{first['turns']}, {first['tasks']:,}", by, *cells)
-    out.width = max(out.width, 115)
+    out.width = max(out.width, _WIDTH)
     out.print(table)
 
 
-def print_cache(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval cache --json` prints them."""
+def cache(rows: Sequence[Row]) -> None:
     table = Table(title="Hits, % of the cost to recompute (% of chunks)", title_justify="left", box=None)
     table.add_column("cache size", justify="right")
     policies = list(dict.fromkeys(row["policy"] for row in rows))
@@ -69,8 +67,7 @@ def print_cache(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def print_store(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval store --json` prints them."""
+def store(rows: Sequence[Row]) -> None:
     title = "MB/s; disk: itself, by 1 and 4 threads; memory: from store.memory_gib"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     ways = ("write", "churn", "cold", "disk_1", "disk_4", "warm", "checksum", "memory", "copy")
@@ -80,12 +77,11 @@ def print_store(rows: Sequence[dict[str, Any]]) -> None:
         speeds = (f"{row[way]:,}" if way in row else "-" for way in ways)
         sizes = (f"{row[name]:,} MiB" for name in ("file_mib", "record_mib"))
         table.add_row(f"{row['record_kib']:,} KiB", *speeds, *sizes)
-    out.width = max(out.width, 115)
+    out.width = max(out.width, _WIDTH)
     out.print(table)
 
 
-def print_swap(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval swap --json` prints them."""
+def swap(rows: Sequence[Row]) -> None:
     table = Table("MiB/s", box=None, padding=(0, 1))
     for name in (
         "stored",
@@ -110,10 +106,9 @@ def print_swap(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def print_timeline(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval timeline --json` prints them."""
+def timeline(rows: Sequence[Row]) -> None:
     table = Table("KV from", box=None, padding=(0, 1))
-    for name in ("first token", "KV", "loading", "disk at work", "of it beside computing", "read before needed"):
+    for name in ("first token", "KV", "loading", "disk at work", "of it while computing", "read before needed"):
         table.add_column(name, justify="right")
     for row in rows:
         times = [f"{row[name]:,.0f} ms" for name in ("waited_ms", "disk_ms", "overlap_ms")]
@@ -121,8 +116,8 @@ def print_timeline(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def print_churn(row: dict[str, Any]) -> None:
-    """The row that `ragkv eval churn --json` prints."""
+def churn(rows: Sequence[Row]) -> None:
+    (row,) = rows
     table = Table("", "start", "peak", "end", "allowed", box=None, padding=(0, 1))
     memory, disk = row["memory_mib"], row["disk_mib"]
     allowed = "" if disk["allowed"] is None else f"{disk['allowed']:,} MiB"
@@ -135,8 +130,8 @@ def print_churn(row: dict[str, Any]) -> None:
         out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
-def print_soak(row: dict[str, Any]) -> None:
-    """The row that `ragkv eval soak --json` prints."""
+def soak(rows: Sequence[Row]) -> None:
+    (row,) = rows
     if "memory_mib" in row:
         memory, handles = row["memory_mib"], row["handles"]
         table = Table("", "warm", "end", "allowed", box=None, padding=(0, 1))
@@ -148,8 +143,7 @@ def print_soak(row: dict[str, Any]) -> None:
         out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
-def print_load(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval load --json` prints them."""
+def load(rows: Sequence[Row]) -> None:
     table = Table("", "server", box=None, padding=(0, 1))
     columns = ("arrivals/min", "questions", "TTFT 50%", "TTFT 90%", "between tokens 50%", "99%", "failed")
     for name in columns:
@@ -162,30 +156,7 @@ def print_load(rows: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-class RoundLine(Bar):
-    """Progress over the rounds of a fault campaign, without a thread: its processes are forked from this one."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=err,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def update(self, part: str, done: int, total: int) -> None:
-        if part not in self._tasks:
-            self._tasks[part] = self._progress.add_task(part)
-        self._progress.update(self._tasks[part], completed=done, total=total, refresh=True)
-
-
-def print_faults(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval faults --json` prints them."""
+def faults(rows: Sequence[Row]) -> None:
     table = Table("", box=None, padding=(0, 1, 0, 0))
     for name in ("rounds", "failed", "seconds"):
         table.add_column(name, justify="right")
@@ -207,20 +178,7 @@ def print_faults(rows: Sequence[dict[str, Any]]) -> None:
             out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
-class ExampleBar(Bar):
-    """Progress over the examples of an evaluation."""
-
-    def __init__(self, name: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=err)
-        self._task = self._progress.add_task(name, total=None)
-
-    def update(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
-
-
-def print_quality(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as `ragkv eval quality --json` prints them."""
+def quality(rows: Sequence[Row]) -> None:
     first = rows[0]
     title = f"{first['dataset']}, {first['examples']} examples: drift from full prefill, with 95% intervals"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -239,5 +197,5 @@ def print_quality(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['score_full']:.3f}",
             *(f"{value:,.0f} ms" if value else "-" for value in times),
         )
-    out.width = max(out.width, 115)  # names are long: rather lines that wrap than values cut off
+    out.width = max(out.width, _WIDTH)
     out.print(table)

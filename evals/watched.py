@@ -1,4 +1,4 @@
-"""Processes that are watched from outside: started with a configuration, measured, and never left behind."""
+"""Processes that are watched from outside: started with a configuration, measured, and always ended."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from ragkv.config import Config
 
 
 def as_environment(config: Config, home: Path) -> dict[str, str]:
-    """The same configuration for another process, of another home and without the server's settings."""
+    """Return the environment that gives another process this configuration, with `home`, without the server's part."""
     variables = {"RAGKV_HOME": str(home)}
     for section, values in config.model_dump(mode="json", exclude={"home", "server", "tenants"}).items():
         variables |= {f"RAGKV_{section}__{k}".upper(): str(v) for k, v in values.items() if v is not None}
@@ -26,8 +26,10 @@ def as_environment(config: Config, home: Path) -> dict[str, str]:
 def watched(
     command: list[str], environment: dict[str, str], errors: int | IO[bytes] = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its own group, of which none is left, also where SIGTERM ends this one. errors: where its stderr
-    goes. To be used in the main thread."""
+    """Start a process in a group of its own, and kill that group at the end, also where SIGTERM ends this process.
+
+    errors: where its stderr goes. To be used in the main thread.
+    """
     with (
         _in_order(),
         subprocess.Popen(
@@ -43,7 +45,7 @@ def watched(
 
 @contextmanager
 def _in_order() -> Iterator[None]:
-    """Meanwhile SIGTERM unwinds this process."""
+    """Let SIGTERM unwind this process meanwhile."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -52,7 +54,10 @@ def _in_order() -> Iterator[None]:
 
 
 def resources(tree: psutil.Process) -> tuple[int, int]:
-    """Memory of its own, without files that are mapped, and open descriptors and threads; 0 and 0 while one ends."""
+    """Return the bytes of memory of its own, without mapped files, and the number of open descriptors and threads.
+
+    Both are 0 while one of the processes ends.
+    """
     size = handles = 0
     try:
         for process in (tree, *tree.children(recursive=True)):

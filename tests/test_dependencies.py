@@ -14,7 +14,7 @@ LOWER = {
 }
 # Library to the files that may import it.
 ONLY_IN = {
-    "vllm": ("ragkv/engine/", "evals/load.py"),
+    "vllm": ("ragkv/engine/", "evals/workloads/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/disk.py", "store/index.py", "store/usage.py"),
@@ -22,6 +22,7 @@ ONLY_IN = {
     "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
     "typer": ("ragkv/cli/", "evals/cli.py"),
     "matplotlib": ("evals/",),
+    "rouge_score": ("evals/scores.py",),
     "fastapi": ("ragkv/server/",),
 }
 

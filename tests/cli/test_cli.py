@@ -440,7 +440,7 @@ def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
         "probe_ms": 300.4,
         "recompute_ms": 800.6,
     }
-    tables.print_ttft([row])
+    tables.ttft([row])
     expected = ["7,168", "query:0.15", "12,346", "1,234", "10.0×", "100", "300", "801", "6,900", "268"]
     assert capsys.readouterr().out.splitlines()[-1].split() == expected
 

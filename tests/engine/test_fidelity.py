@@ -13,7 +13,11 @@ from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, la
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import ROOT_HASH, FuseTask, MeanTask, Span
-from ragkv.evals import datasets, quality
+from ragkv.evals import datasets
+from ragkv.evals.arms import Arm
+from ragkv.evals.experiment import Progress
+from ragkv.evals.workloads import quality
+from ragkv.evals.workloads.quality_bench import Settings
 from ragkv.policies import FULL, Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
 from ragkv.store.record import ChunkKey
@@ -225,9 +229,9 @@ def own_dataset(tmp_path, layout, text):
 
 def evaluate(runner, smollm, dataset, policies, out):
     config = Config(home=smollm.parents[1], model={"dtype": "float32", "kv_cache_gib": 1})
-    arms = [quality.Arm.parse(text) for text in policies]
-    settings = quality.Settings(num_contexts=3, ttft_examples=1)
-    return runner.run(quality.run(config, dataset, arms, settings, out))
+    arms = [Arm.parse(text) for text in policies]
+    settings = Settings(num_contexts=3, ttft_examples=1)
+    return runner.run(quality.evaluate(config, dataset, arms, settings, out, Progress()))
 
 
 def test_the_evaluation_ranks_and_resumes(runner, smollm, own_dataset, tmp_path, monkeypatch):

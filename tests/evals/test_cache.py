@@ -5,12 +5,12 @@ import random
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.evals.cache import ALL_POLICIES, Access, load, mooncake, run, zipf_documents
+from ragkv.evals.workloads.cache import ALL_POLICIES, Access, load, mooncake, replay, zipf_documents
 
 
 def hits(keys, capacity, policy):
     accesses = [Access(key, 1, 1.0) for key in keys]
-    (row,) = run("test", accesses, [capacity / len(set(keys))], [policy])
+    (row,) = replay("test", accesses, [capacity / len(set(keys))], [policy])
     assert row["capacity_tokens"] == capacity
     return round(row["hit_rate"] * len(keys))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ragkv.config import Config
-from ragkv.evals import churn
-from ragkv.evals.churn import Seen
+from ragkv.evals.experiment import Progress
+from ragkv.evals.robustness import churn
+from ragkv.evals.robustness.churn import Seen
 from ragkv.home import Home
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
@@ -44,7 +45,7 @@ def test_a_home_that_holds_what_was_told_has_no_problem(home):
 
 
 def test_what_is_lost_or_left_is_named(home):
-    assert left_behind(home, a=False, b=True) == ["a.txt is there still", "b.txt is lost"]
+    assert left_behind(home, a=False, b=True) == ["a.txt is present still", "b.txt is missing"]
     with closing(home.open_store()) as store:
         store.delete([HASH])
     assert left_behind(home, a=True) == ["a.txt lacks the KV of 1 chunks"]
@@ -80,7 +81,7 @@ def play(monkeypatch, tmp_path, end, seconds):
     monkeypatch.setattr(churn, "_LATEST_KILL_S", 0.2)
     monkeypatch.setattr(churn, "_EVERY_S", 0.05)
     seen = Seen()
-    churn._round(tmp_path, Config(home=tmp_path), seconds, random.Random(0), seen, lambda line: None)
+    churn._round(tmp_path, Config(home=tmp_path), seconds, random.Random(0), seen, Progress())
     return seen
 
 

@@ -10,8 +10,11 @@ import typer
 from ragkv import cli
 from ragkv.config import Config
 from ragkv.controller.requests import Timed
-from ragkv.engine.task import Report
-from ragkv.evals import rows, ttft
+from ragkv.engine.task import Report, TokenReport
+from ragkv.evals import quality_rows
+from ragkv.evals.experiment import Progress
+from ragkv.evals.registry import Ttft
+from ragkv.evals.workloads import ttft
 from ragkv.policies import Policy
 
 SETTINGS = [
@@ -70,7 +73,7 @@ class FakeBench:
         return SimpleNamespace(token_ids=list(range(num_tokens))), ["a chunk's hash"]
 
     async def ask(self, prompt, task):
-        return Timed(10.0, Report(reused_tokens=90, recomputed_tokens=9))
+        return Timed(10.0, Report(tokens=TokenReport(reused=90, recomputed=9)))
 
 
 def test_rows_of_ttft_keep_their_keys(monkeypatch):
@@ -80,7 +83,7 @@ def test_rows_of_ttft_keep_their_keys(monkeypatch):
         yield SimpleNamespace(bench=lambda _: FakeBench(), kv=kv, store=None)
 
     monkeypatch.setattr(ttft, "rig", rig)
-    (row,) = measured_ttft(Config())
+    (row,) = asyncio.run(measured(ttft.run(Config(), Ttft((100,), (Policy.parse("query:0.05"),), 1), Progress())))
     assert list(row) == [
         *("tokens", "policy", "budget", "ttft_ms", "baseline_ttft_ms", "speedup", "reused_tokens", "recomputed_tokens"),
         *("load_ms", "probe_ms", "recompute_ms", "cold", "repeats", "model", "random_weights", "dtype"),
@@ -89,17 +92,15 @@ def test_rows_of_ttft_keep_their_keys(monkeypatch):
     assert (row["reused_tokens"], row["recomputed_tokens"]) == (90, 10)  # and the last token, which vLLM computes
 
 
-def measured_ttft(config):
-    found = []
-    asyncio.run(ttft.run(config, [100], [Policy.parse("query:0.05")], 1, found.append))
-    return found
+async def measured(rows):
+    return [row async for row in rows]
 
 
 def test_rows_of_quality_keep_their_keys():
     measured = ("kl", "agreement", "gold_nll", "gold_nll_full", "score", "score_full", "word_f1", "word_f1_full")
     identity = ("dataset", "model", "dtype", "captures", "codec", "arm", "policy", "budget", "kv", "score_name")
     numbers = dict.fromkeys((*measured, "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"), 1.0)
-    row = rows.summary([{**dict.fromkeys((*identity, "score_ceiling"), "same"), **numbers}] * 2)
+    row = quality_rows.summary([{**dict.fromkeys((*identity, "score_ceiling"), "same"), **numbers}] * 2)
     assert list(row) == [
         *(*identity, "score_ceiling", "anchored", "examples", "kl", "kl_interval", "agreement", "agreement_interval"),
         *("gold_nll", "gold_nll_difference", "gold_nll_interval", "score", "score_full", "score_interval"),

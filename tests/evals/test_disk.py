@@ -6,13 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.evals import disk
+from ragkv.config import Config
+from ragkv.evals.experiment import Progress
+from ragkv.evals.registry import Store
+from ragkv.evals.workloads import disk
 from ragkv.store.record import CorruptRecordError
 
 
 @pytest.fixture
 def rows(tmp_path):
-    found = list(disk.run(tmp_path / "home", [64, 256], mib=4, churn=2, repeats=1))
+    found = list(disk.run(Config(home=tmp_path / "home"), Store((64, 256), mib=4, churn=2, repeats=1), Progress()))
     assert not list((tmp_path / "home").iterdir())  # nothing is left behind
     return found
 
@@ -37,7 +40,7 @@ def test_damage_is_not_measured_over(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk.SegmentStore, "put", put_and_damage)
     with pytest.raises(CorruptRecordError):
-        list(disk.run(tmp_path, [64], mib=1, churn=0, repeats=1))
+        list(disk.run(Config(home=tmp_path), Store((64,), mib=1, churn=0, repeats=1), Progress()))
 
 
 def test_the_command(tmp_path):

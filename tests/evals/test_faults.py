@@ -3,9 +3,13 @@ import subprocess
 import sys
 
 CAMPAIGN = (
-    "import json, sys; from ragkv.evals import faults\n"
-    "kills, flips, seed = map(int, sys.argv[1:])\n"
-    "for row in faults.run(kills, flips, seed, lambda *_: None): print(json.dumps(row))"
+    "import json, sys\n"
+    "from ragkv.config import Config\n"
+    "from ragkv.evals.experiment import Progress\n"
+    "from ragkv.evals.registry import Faults\n"
+    "from ragkv.evals.robustness import faults\n"
+    "wanted = Faults(*map(int, sys.argv[1:]))\n"
+    "for row in faults.run(Config(), wanted, Progress()): print(json.dumps(row))"
 )
 WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
 LOSES_PUTS_AND_DIES = (

@@ -10,8 +10,9 @@ from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
 from ragkv.answer import Delta
 from ragkv.config import MAIN
 from ragkv.errors import StoreError
-from ragkv.evals import load
-from ragkv.evals.load import Load, Question, Server, sustained
+from ragkv.evals.registry import Load
+from ragkv.evals.workloads import load
+from ragkv.evals.workloads.load import Question, Server, sustained
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = Question("who?", "a chunk. who?", top_k=3)
@@ -65,7 +66,7 @@ def test_a_question_that_fails_is_counted(measured):
 
 
 def test_questions_come_as_they_come(measured):
-    """Not one behind the other: five that take 0.4 s each, 0.05 s apart."""
+    """Not one after the other: five that take 0.4 s each, 0.05 s apart."""
     (timed, pipeline) = measured(
         [SCRIPT[0], 0.4, Delta("a"), ANSWER], lambda server: load._as_they_come(server, [QUESTION] * 5, [0.05] * 5)
     )
@@ -77,7 +78,7 @@ def test_streams_are_timed_while_questions_are_asked(measured, monkeypatch):
     script = [SCRIPT[0], *[0.05, Delta("a")] * 6, ANSWER]
 
     async def beside(server):
-        return await load._beside_streams(server, [QUESTION] * 2, [0.2, 0.2], [QUESTION] * 100, num_streams=4)
+        return await load._during_streams(server, [QUESTION] * 2, [0.2, 0.2], [QUESTION] * 100, num_streams=4)
 
     (asked, gaps), pipeline = measured(script, beside)
     assert len(asked) == 2 and 4 <= len(pipeline.asked) - 2 < 20  # as many as the questions took

@@ -6,7 +6,8 @@ import pytest
 
 from ragkv.errors import ConfigError
 from ragkv.evals import tables
-from ragkv.evals.retrieval import Collection, Task, load, run
+from ragkv.evals.experiment import Progress
+from ragkv.evals.workloads.retrieval import Collection, Task, compare, load
 
 
 class FirstWord:
@@ -29,10 +30,17 @@ class Longest:
 PASSAGES = ["fox red", "dog brown", "cat black and white", "bird yellow"]
 
 
+class Steps(Progress):
+    def __init__(self, steps):
+        self._steps = steps
+
+    def update(self, what, done=None, total=None):
+        self._steps.append((done, total))
+
+
 def rows(tasks, depths=(1, 2), reranker=None, steps=None):
-    steps = [] if steps is None else steps
-    collection = Collection(PASSAGES, tasks)
-    return list(run("test", collection, FirstWord(), reranker, depths, 50, lambda *step: steps.append(step)))
+    progress = Steps([] if steps is None else steps)
+    return list(compare("test", Collection(PASSAGES, tasks), FirstWord(), reranker, depths, 50, progress))
 
 
 def recalls(found, **wanted):
@@ -88,7 +96,7 @@ def test_published_formats(tmp_path):
 
 def test_the_table_names_every_way(capsys):
     tasks = [Task(("fox ?",), frozenset(["fox red"])), Task(("gnu red", "cat ?"), frozenset(["cat black and white"]))]
-    tables.print_retrieval(rows(tasks, reranker=Longest()))
+    tables.retrieval(rows(tasks, reranker=Longest()))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:5]] == [
         ["all,", "2", "vector"],

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
+from server_harness import ANSWER, SCRIPT, ParagraphIndexer, ScriptedPipeline, running
 
 from ragkv.config import MAIN
 from ragkv.errors import StoreError
-from ragkv.evals import soak
-from ragkv.evals.soak import Soaked
+from ragkv.evals.experiment import Progress
+from ragkv.evals.robustness import soak
+from ragkv.evals.robustness.soak import Soaked
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def quick(monkeypatch):
 def flow(pipeline, tmp_path, seconds=2.0):
     with running({MAIN: pipeline}, tmp_path) as client:
         seen = Soaked()
-        traffic = soak._Traffic(str(client.base_url), seen, lambda line: None)
+        traffic = soak._Traffic(str(client.base_url), seen, Progress())
         asyncio.run(traffic.flow(psutil.Process(), seconds, 4, seed=1))
     return seen
 
@@ -36,8 +37,8 @@ def test_a_server_without_faults_has_none(tmp_path):
     assert row["problems"] == [] and row["steps"]["ask"] == seen.steps["ask"]
 
 
-class Forgetful(ScriptedPipeline):
-    """Says that a document is deleted, and keeps it; gives one document's text for another's."""
+class Forgetful(ParagraphIndexer):
+    """Says that a document is deleted, and keeps it."""
 
     async def delete(self, ids):
         return replace(await super().delete([]), documents=list(ids))
@@ -53,7 +54,9 @@ class Fickle(ScriptedPipeline):
 
 def test_what_is_not_gone_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "_STEPS", {"delete": 1.0})
-    assert "is there still: 200" in " ".join(flow(Forgetful(tmp_path), tmp_path, seconds=0.5).problems)
+    pipeline = ScriptedPipeline(tmp_path)
+    pipeline.indexer = Forgetful(pipeline.catalog)
+    assert "is present still: 200" in " ".join(flow(pipeline, tmp_path, seconds=2).problems)
 
 
 def test_answers_that_differ_are_problems(tmp_path, monkeypatch):

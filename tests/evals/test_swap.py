@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evals.swap import break_even, draw
+from ragkv.evals.workloads.swap import break_even, draw
 
 ROWS = [
     {

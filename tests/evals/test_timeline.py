@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ragkv.evals.timeline import Residency, Timeline, _draw
+from ragkv.evals.workloads.timeline import Residency, Timeline, _draw
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segment_store import SegmentStore
 

@@ -8,7 +8,7 @@ import asyncio
 import ctypes
 import mmap
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from ragkv.config import Config
 from ragkv.controller.requests import Timed
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Timeline as Wanted
 from ragkv.evals.rig import rig
-from ragkv.policies import Policy
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -36,8 +37,11 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 @dataclass
 class Timeline:
-    """One request. Times in seconds since it was sent; resident: bytes of each layer that the system has in memory, at
-    each time; sizes: bytes of each layer's records; loads: pass, layer, begin and end of its load."""
+    """One request. Times are in seconds since it was sent.
+
+    sizes: bytes of each layer's records. loads: pass, layer, begin and end of its load. resident: bytes of each layer
+    that are in the page cache, at each of `times`.
+    """
 
     first_token: float
     sizes: list[int]
@@ -45,7 +49,7 @@ class Timeline:
     times: list[float] = field(default_factory=list)
     resident: list[list[int]] = field(default_factory=list)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """waited_ms: that the worker spent in loads. disk_ms: in which bytes came from the disk; overlap_ms: of it,
         while the worker computed. ahead: the share of the bytes that were in memory when their load began."""
         begins: dict[int, float] = {}
@@ -76,19 +80,19 @@ class Timeline:
 
 
 class Residency:
-    """Which bytes of some records the system holds in memory. Looking at a file's pages doesn't bring them there."""
+    """Which bytes of some records are in the page cache. Looking at a file's pages doesn't bring them there."""
 
     def __init__(self, store: SegmentStore, keys: Sequence[ChunkKey], num_layers: int) -> None:
         self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
         self._chunks: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # address, bytes, first page of each layer
         self.sizes = [0] * num_layers
         for key in keys:
-            places = [store.admin.locate(key, layer) for layer in range(num_layers)]  # one behind the other
-            (path, first, _), (_, last, length) = places[0], places[-1]
-            pages = np.array([(offset - first) // mmap.PAGESIZE for _, offset, _ in places])
+            locations = [store.locate(key, layer) for layer in range(num_layers)]  # one after the other
+            (path, first, _), (_, last, length) = locations[0], locations[-1]
+            pages = np.array([(offset - first) // mmap.PAGESIZE for _, offset, _ in locations])
             address = self._map(path).ctypes.data + first
             self._chunks.append((address, last + length - first, pages))
-            self.sizes = [size + length for size, (_, _, length) in zip(self.sizes, places, strict=True)]
+            self.sizes = [size + length for size, (_, _, length) in zip(self.sizes, locations, strict=True)]
 
     def _map(self, path: Path) -> npt.NDArray[np.uint8]:
         if path not in self._maps:
@@ -98,7 +102,7 @@ class Residency:
         return self._maps[path]
 
     def resident(self) -> list[int]:
-        """Bytes of each layer."""
+        """Return the bytes of each layer that are."""
         found = np.zeros(len(self.sizes), dtype=np.int64)
         for address, length, first_pages in self._chunks:
             pages = np.empty(-(-length // mmap.PAGESIZE), dtype=np.uint8)
@@ -108,16 +112,16 @@ class Residency:
         return [min(size, int(n) * mmap.PAGESIZE) for size, n in zip(self.sizes, found, strict=True)]
 
 
-async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> list[dict[str, Any]]:
-    """Measure a request whose KV lies on disk, and one whose KV the system has in memory, and draw both into `out`.
+async def run(config: Config, wanted: Wanted, progress: Progress) -> AsyncIterator[Row]:
+    """Measure a request whose KV is on disk, and one whose KV is in the page cache; yield a row of each, and draw both.
 
     Without a memory tier (`store.memory_gib`), which would leave nothing to read. Raises ConfigError for a length that
     the model's context can't hold.
     """
     async with rig(config, config.index.num_contexts, config.store.options()) as on:
         bench = on.bench(config.index.chunk_tokens)
-        prompt, digests = await bench.prepare(num_tokens)
-        task = replace(on.kv.task(prompt, digests, policy, on.store), trace=True)
+        prompt, chunk_hashes = await bench.prepare(wanted.tokens)
+        task = replace(on.kv.task(prompt, chunk_hashes, wanted.policy, on.store), trace=True)
         keys = [on.kv.key(span) for span in task.spans]
         for _ in range(_WARM_UP):
             trace = (await bench.ask(prompt, task)).report.stages.trace or []
@@ -126,15 +130,13 @@ async def run(config: Config, num_tokens: int, policy: Policy, out: Path) -> lis
         timelines = {}
         for name in ("memory", "disk"):
             if name == "disk":
-                on.store.admin.drop_cached(keys)
+                on.store.drop_cached(keys)
             timelines[name] = await _watched(bench.ask(prompt, task), residency)
-    _draw(
-        timelines, f"{len(prompt.token_ids):,} tokens, {policy.label}, {config.model.name} in {config.model.dtype}", out
-    )
-    return [
-        {"kv": name, "tokens": len(prompt.token_ids), "policy": policy.label, **timeline.row()}
-        for name, timeline in timelines.items()
-    ]
+    num_tokens, policy = len(prompt.token_ids), wanted.policy.label
+    _draw(timelines, f"{num_tokens:,} tokens, {policy}, {config.model.name} in {config.model.dtype}", wanted.out)
+    progress.note(f"picture: {wanted.out}")
+    for name, timeline in timelines.items():
+        yield {"kv": name, "tokens": num_tokens, "policy": policy, **timeline.row()}
 
 
 async def _watched(request: Coroutine[Any, Any, Timed], residency: Residency) -> Timeline:
@@ -151,7 +153,7 @@ async def _watched(request: Coroutine[Any, Any, Timed], residency: Residency) ->
 
 
 def _draw(timelines: Mapping[str, Timeline], title: str, out: Path) -> None:
-    """For each request: its layers over time, read, loaded and computed; below, the bytes that came from the disk."""
+    """Draw each request: its layers over time, read, loaded and computed; below, the bytes that came from the disk."""
     size = (11, 3.4 * len(timelines) + 1)
     figure, axes = plt.subplots(len(timelines), figsize=size, sharex=True, squeeze=False, layout="constrained")
     for (name, timeline), ax in zip(timelines.items(), axes[:, 0], strict=True):

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.errors import ConfigError
-from ragkv.evals import scores
+from ragkv.evals import intervals
+from ragkv.evals.experiment import Row
 
-Row = dict[str, Any]
 _SAME = (
     "dataset",
     "model",
@@ -31,7 +31,7 @@ _SAME = (
 
 
 def read(file: Path, identity: dict[str, Any]) -> dict[tuple[str, str], Row]:
-    """What an earlier run wrote, by example and arm; the file is rid of a line that an interruption cut off.
+    """Read what an earlier run wrote, by example and arm, and rid the file of a line that an interruption cut off.
 
     Raises ConfigError if the run had another `identity` (dataset, model, settings).
     """
@@ -47,14 +47,16 @@ def read(file: Path, identity: dict[str, Any]) -> dict[tuple[str, str], Row]:
         row = json.loads(line)
         other = {name: row.get(name) for name in identity if row.get(name) != identity[name]}
         if other:
-            raise ConfigError(f"{file} is of another run ({other}, now {identity}); choose another --file")
+            raise ConfigError(f"{file} is of another run ({other}, now {identity}); choose another --out")
         rows[row["example"], row["arm"]] = row
     return rows
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """One arm's means over examples, with 95% bootstrap intervals; of differences from full prefill where that says
-    more, and medians of the times."""
+    """Return one arm's means over examples, with 95% bootstrap intervals, and medians of the times.
+
+    Where that says more, they are of differences from full prefill.
+    """
 
     def column(name: str) -> npt.NDArray[np.float64]:
         return np.array([row[name] for row in rows], dtype=float)
@@ -63,7 +65,7 @@ def summary(rows: Sequence[Row]) -> Row:
         return round(float(values.mean()), 5)
 
     def interval(values: npt.NDArray[np.float64]) -> list[float]:
-        return [round(value, 5) for value in scores.interval(values)]
+        return [round(value, 5) for value in intervals.interval(values)]
 
     def median_of(name: str) -> float | None:
         times = [row[name] for row in rows if row["ttft_ms"]]

@@ -1,4 +1,4 @@
-"""`ragkv eval load`: questions that arrive at random, beside vLLM alone under the same arrivals.
+"""`ragkv eval load`: questions that arrive at random, next to vLLM alone under the same arrivals.
 
 Two servers on this machine with the same model and settings: ragkv's, and vLLM's own OpenAI server with its prefix
 cache, which gets the chunks that ragkv finds as text in the prompt. The one that isn't measured is stopped meanwhile.
@@ -15,12 +15,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import aiohttp
 import httpx
@@ -35,7 +34,9 @@ from matplotlib.ticker import LogFormatter
 from ragkv import models
 from ragkv.config import Config
 from ragkv.errors import ModelError
-from ragkv.evals.churn import TITLES
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.manual import TITLES
+from ragkv.evals.registry import Load
 from ragkv.evals.watched import as_environment, watched
 
 SYSTEMS = ("vllm", "ragkv")
@@ -45,19 +46,6 @@ _STREAM_TOKENS, _ANSWER_TOKENS = 200, 16
 _LEAD_S = 10  # the streams decode before the first question comes
 _INSTRUCTION = "Answer the question using only the documents below. Be brief.\n\n"
 _ASKING = "\n\nAnswer this question in one or two sentences, using only the documents above: "
-
-
-@dataclass(frozen=True)
-class Load:
-    """What to send. top_k: chunks of a question. streams: answers that are being decoded while questions arrive, for
-    the first part (0: without it); questions: of each measurement. shares: rates of arrival, as shares of what a server
-    could answer one after the other."""
-
-    top_k: int = 8
-    streams: int = 8
-    questions: int = 16
-    shares: Sequence[float] = (0.4, 0.6, 0.8, 0.95)
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,12 +59,12 @@ class Timed:
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """When each piece after the first came, and how long after the one before."""
+        """Return when each piece after the first came, and how long after the one before."""
         return [(b, b - a) for a, b in itertools.pairwise(self.arrivals)]
 
 
 class Server:
-    """One of the two, running; stopped (SIGSTOP) but within `awake`."""
+    """One of the two, running; stopped (SIGSTOP) except within `awake`."""
 
     def __init__(self, name: str, url: str, model: str, tree: psutil.Process) -> None:
         self.name, self.url, self._model, self._tree = name, url, model, tree
@@ -95,7 +83,7 @@ class Server:
                 getattr(process, what)()
 
     async def ready(self) -> None:
-        """Raises ModelError if it doesn't begin."""
+        """Wait until it answers. Raises ModelError if it doesn't."""
         path = "/readyz" if self.name == "ragkv" else "/health"
         end = time.monotonic() + _START_S
         async with httpx.AsyncClient(base_url=self.url) as client:
@@ -136,43 +124,41 @@ class Question:
     top_k: int
 
 
-async def run(
-    config: Config, load: Load, emit: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-) -> None:
-    """`emit` a row for each measurement as soon as it is known. Raises ModelError if a server doesn't begin."""
-    async with _servers(config, report) as servers:
+async def run(config: Config, load: Load, progress: Progress) -> AsyncIterator[Row]:
+    """Yield a row for each measurement as soon as it is known. Raises ModelError if a server doesn't begin."""
+    async with _servers(config, progress) as servers:
         questions = _Questions(servers["ragkv"], load)
-        report("asking one after the other")
+        progress.update("asking one after the other")
         rates = {}
         for name, server in servers.items():
             batch = [await questions.next() for _ in range(4)]
             with server.awake():
                 alone = await _one_by_one(server, batch)
-            emit({"part": "alone", "system": name, **_row(alone[1:])})
+            yield {"part": "alone", "system": name, **_row(alone[1:])}
             rates[name] = 1 / float(np.mean([timed.ttft for timed in alone[1:]]))
         for name, server in servers.items() if load.streams else ():
-            report(f"{name}: {load.questions} questions beside {load.streams} streams")
+            progress.update(f"{name}: {load.questions} questions during {load.streams} streams")
             batch = [await questions.next() for _ in range(load.questions)]
             streams = [await questions.next(1) for _ in range(200)]
             gaps = _gaps(load, 0.5 * rates["vllm"])
             with server.awake():
-                asked, decoded = await _beside_streams(server, batch, gaps, streams, load.streams)
-            emit({"part": "streams", "system": name, "rate": 0.5 * rates["vllm"], **_row(asked, decoded)})
+                asked, decoded = await _during_streams(server, batch, gaps, streams, load.streams)
+            yield {"part": "streams", "system": name, "rate": 0.5 * rates["vllm"], **_row(asked, decoded)}
         for share in load.shares:
             for name, server in servers.items():
                 rate = share * rates[name]
-                report(f"{name}: {load.questions} questions, {60 * rate:.1f} a minute")
+                progress.update(f"{name}: {load.questions} questions, {60 * rate:.1f} a minute")
                 batch = [await questions.next() for _ in range(load.questions)]
                 with server.awake():
                     begin = time.perf_counter()
                     asked = await _as_they_come(server, batch, _gaps(load, rate))
                     seconds = time.perf_counter() - begin
                 answered = sum(not timed.error for timed in asked) / seconds
-                emit({"part": "rate", "system": name, "rate": rate, "answered_per_s": answered, **_row(asked)})
+                yield {"part": "rate", "system": name, "rate": rate, "answered_per_s": answered, **_row(asked)}
 
 
 class _Questions:
-    """New ones without end, on two subjects each, so that each finds other chunks in another order."""
+    """New questions without end, on two subjects each, so that each finds other chunks in another order."""
 
     def __init__(self, server: Server, load: Load) -> None:
         pairs = list(itertools.permutations(TITLES, 2))
@@ -191,7 +177,7 @@ class _Questions:
 
 
 def _gaps(load: Load, rate: float) -> list[float]:
-    """Seconds between arrivals of a Poisson process: the same for both servers, stretched by the rate."""
+    """Return the seconds between arrivals of a Poisson process: the same for both servers, stretched by the rate."""
     rng = random.Random(load.seed + 1)
     return [rng.expovariate(1.0) / rate for _ in range(load.questions)]
 
@@ -210,11 +196,13 @@ async def _as_they_come(server: Server, questions: Sequence[Question], gaps: Seq
         return await asyncio.gather(*asked)
 
 
-async def _beside_streams(
+async def _during_streams(
     server: Server, questions: Sequence[Question], gaps: Sequence[float], streams: Sequence[Question], num_streams: int
 ) -> tuple[list[Timed], list[float]]:
-    """The questions, and the seconds between tokens of the streams from the first question's arrival to the last one's
-    first token."""
+    """Return the questions as they were answered, and the seconds between tokens of the streams.
+
+    Counted are those from the first question's arrival to the last one's first token.
+    """
     left, decoded = iter(streams), list[Timed]()
     async with _session() as session:
 
@@ -238,9 +226,9 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0))
 
 
-def _row(asked: Sequence[Timed], gaps: Sequence[float] = ()) -> dict[str, Any]:
+def _row(asked: Sequence[Timed], gaps: Sequence[float] = ()) -> Row:
     times = [1e3 * timed.ttft for timed in asked if not timed.error]
-    row: dict[str, Any] = {"questions": len(asked), "failed": len(asked) - len(times)}
+    row: Row = {"questions": len(asked), "failed": len(asked) - len(times)}
     if times:
         row["prompt_tokens"] = round(float(np.mean([timed.prompt_tokens for timed in asked if not timed.error])))
         row |= {f"ttft_p{q}_ms": round(float(np.percentile(times, q)), 1) for q in (50, 90)}
@@ -251,8 +239,8 @@ def _row(asked: Sequence[Timed], gaps: Sequence[float] = ()) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterator[dict[str, Server]]:
-    """Both, warm and stopped; ragkv's with its documents."""
+async def _servers(config: Config, progress: Progress) -> AsyncIterator[dict[str, Server]]:
+    """Start both; give them warm and stopped, ragkv's with its documents."""
     folder = models.resolve(config.model.name, config.home)
     with tempfile.TemporaryDirectory(prefix="ragkv-load-") as name, ExitStack() as stack:
         home = Path(name)
@@ -279,7 +267,7 @@ async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterat
         environment |= {"RAGKV_INDEX__NUM_CONTEXTS": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
         servers = {}
         for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):
-            report(f"starting {kind}")
+            progress.update(f"starting {kind}")
             log = stack.enter_context((home / f"{kind}.log").open("wb"))
             process = stack.enter_context(watched(command, environment, log))
             server = Server(kind, f"http://127.0.0.1:{port}", config.model.name, psutil.Process(process.pid))
@@ -287,15 +275,15 @@ async def _servers(config: Config, report: Callable[[str], None]) -> AsyncIterat
                 try:
                     await server.ready()
                 except ModelError:
-                    report((home / f"{kind}.log").read_text(errors="replace")[-2000:])
+                    progress.update((home / f"{kind}.log").read_text(errors="replace")[-2000:])
                     raise
                 if kind == "ragkv":
-                    await _index(server, report)
+                    await _index(server, progress)
             servers[kind] = server
         yield servers
 
 
-async def _index(server: Server, report: Callable[[str], None]) -> None:
+async def _index(server: Server, progress: Progress) -> None:
     files = [("files", (f"{title}.txt", f"{title}\n{topics[title][:_CHARACTERS]}".encode())) for title in TITLES]
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         job = (await client.post("/v1/documents", files=files)).headers["location"]
@@ -304,7 +292,7 @@ async def _index(server: Server, report: Callable[[str], None]) -> None:
             found = (await client.get(job)).json()
             if found["status"] == "done":
                 return
-            report(f"indexing: {found.get('done')} of {found.get('total')}")
+            progress.update(f"indexing: {found.get('done')} of {found.get('total')}")
             await asyncio.sleep(1)
     raise ModelError(f"the documents aren't indexed after {_START_S} s: {json.dumps(found)}")
 
@@ -315,8 +303,8 @@ def _free_ports(num: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def sustained(rows: Sequence[dict[str, Any]], system: str, ttft_p90_ms: float) -> float | None:
-    """The highest rate, in requests per second, at which nine in ten have their first token within the time:
+def sustained(rows: Sequence[Row], system: str, ttft_p90_ms: float) -> float | None:
+    """Return the highest rate, in requests per second, at which nine in ten have their first token within the time:
     interpolated between two that were measured. None if none is that quick, or if all are."""
     points = sorted((r["rate"], r["ttft_p90_ms"]) for r in rows if (r["part"], r["system"]) == ("rate", system))
     for (rate, ms), (more, more_ms) in itertools.pairwise(points):
@@ -325,8 +313,8 @@ def sustained(rows: Sequence[dict[str, Any]], system: str, ttft_p90_ms: float) -
     return None
 
 
-def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """TTFT by rate of arrival, and the time between tokens of the streams."""
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Draw TTFT by rate of arrival, and the time between tokens of the streams."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     colors = dict(zip(SYSTEMS, ("tab:red", "tab:blue"), strict=True))
     for name, color in colors.items():
@@ -344,8 +332,8 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
     for i, (name, color) in enumerate(colors.items()):
         for row in rows:
             if (row["part"], row["system"]) == ("streams", name):
-                places = np.arange(len(names)) + 0.4 * i
-                right.bar(places, [row[key] for key in names], width=0.38, color=color, label=name)
+                positions = np.arange(len(names)) + 0.4 * i
+                right.bar(positions, [row[key] for key in names], width=0.38, color=color, label=name)
     right.set_xticks(np.arange(len(names)) + 0.2, ["50%", "90%", "99%", "longest"])
     right.set(yscale="log", ylabel="between two tokens of a stream, ms")
     right.yaxis.set_major_formatter("{x:g}")

@@ -42,7 +42,7 @@ def codec_of(version: int) -> Codec:
 
 
 def layers(chunk: int, version: int) -> list[LayerKV]:
-    """What is put. Every other chunk is an average, with a v_std."""
+    """Return what is put. Every other chunk is an average, with a v_std."""
     generator = torch.Generator().manual_seed(version * 1000 + chunk)
     num_tokens = 1 + version * 37 % 160
     shape = (_HEADS, num_tokens, _HEAD_SIZE)  # [Hkv, T, D]
@@ -58,7 +58,7 @@ def layers(chunk: int, version: int) -> list[LayerKV]:
 
 
 def stored(chunk: int, version: int) -> list[LayerKV]:
-    """What must be read back: what is put, as its codec rounds it."""
+    """Return what must be read back: what is put, as its codec rounds it."""
     codec, found = codec_of(version), []
     for kv in layers(chunk, version):
         payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
@@ -82,7 +82,7 @@ def put(store: SegmentStore, chunks: Iterable[tuple[int, int]]) -> None:
 def write(say: Say, folder: Path, seed: int, deletes: float) -> None:
     """Put chunks, one to three at once, replace and delete some. deletes: the share of steps that do.
 
-    Says what each step is to change, `{chunk: version or null}`, before it begins, and `done` once it returned.
+    Say what each step is to change, `{chunk: version or null}`, before it begins, and `done` once it returned.
     """
     rng, end = random.Random(seed), time.monotonic() + _WORK_S
     code = rng.randrange(len(_CODECS))
@@ -100,17 +100,17 @@ def write(say: Say, folder: Path, seed: int, deletes: float) -> None:
 
 
 def read(say: Say, folder: Path, seed: int) -> None:
-    """Read chunks while others write. Says `done` after each round, and raises ValueError for a wrong value."""
+    """Read chunks while others write. Say `done` after each round, and raise ValueError for a wrong value."""
     rng, end = random.Random(seed), time.monotonic() + _WORK_S
     with closing(SegmentStore(folder)) as store:
         while time.monotonic() < end:
             with store.snapshot() as snapshot:
                 for chunk in rng.sample(range(NUM_CHUNKS), NUM_CHUNKS):
-                    _read_beside_writers(snapshot, chunk)
+                    _read_during_writes(snapshot, chunk)
             say("done")
 
 
-def _read_beside_writers(snapshot: Snapshot, chunk: int) -> None:
+def _read_during_writes(snapshot: Snapshot, chunk: int) -> None:
     versions = set()
     for layer in range(NUM_LAYERS):
         found = snapshot.get(key(chunk), layer)
@@ -126,7 +126,7 @@ def _read_beside_writers(snapshot: Snapshot, chunk: int) -> None:
 
 
 def inspect(say: Say, folder: Path) -> None:
-    """Says what the store holds, `{chunk: version}`. Raises ValueError if it doesn't verify or a value is wrong."""
+    """Say what the store holds, `{chunk: version}`. Raises ValueError if it doesn't verify or a value is wrong."""
     with closing(SegmentStore(folder)) as store:
         if problems := store.admin.verify().problems:
             raise ValueError(f"verify: {problems[0]}")
@@ -143,9 +143,9 @@ def inspect(say: Say, folder: Path) -> None:
 
 
 def _expect(snapshot: Snapshot, chunk: int, version: int | None, *, missing: bool) -> bool:
-    """Whether all layers are there. Raises ValueError for one that isn't what it was, or without leave to be missing.
+    """Return whether all layers are present. Raises ValueError for one that isn't what it was, or may not be missing.
 
-    version: None of a chunk that was deleted.
+    version: None for a chunk that was deleted.
     """
     expected = [None] * NUM_LAYERS if version is None else stored(chunk, version)
     whole = True
@@ -166,8 +166,10 @@ def _expect(snapshot: Snapshot, chunk: int, version: int | None, *, missing: boo
 
 
 def make(folder: Path, left_open: Path) -> None:
-    """A store to be damaged: chunks of all codecs, one replaced, one deleted. left_open: the same with its index's log,
-    as a process that was killed leaves it."""
+    """Make a store to be damaged: chunks of all codecs, one replaced, one deleted.
+
+    left_open: the same with its index's log, as a process that was killed leaves it.
+    """
     for code in range(len(_CODECS)):
         with closing(SegmentStore(folder, _CODECS[code].name)) as store:
             put(store, [(chunk, chunk) for chunk in range(NUM_CHUNKS) if chunk % len(_CODECS) == code])
@@ -179,29 +181,31 @@ def make(folder: Path, left_open: Path) -> None:
 
 
 def survive(say: Say, folder: Path, seed: int, while_open: bool) -> None:
-    """Damage a store and use it. Says what is damaged, then one word for what came of it. Raises ValueError for a wrong
-    value, and lets every error through that users of a store aren't told of."""
+    """Damage a store and use it. Say what is damaged, then one word for what came of it.
+
+    Raises ValueError for a wrong value, and lets through every error that a store's users needn't expect.
+    """
     rng = random.Random(seed)
-    gone, refused = {_DELETED}, False
+    deleted, refused = {_DELETED}, False
     if while_open:
         with closing(SegmentStore(folder)) as store:
             _look(store)
-            _read_all(store, gone, missing=False)
+            _read_all(store, deleted, missing=False)
             damage(say, folder, rng)
-            _read_all(store, gone, missing=True)
-            for use in (_look, lambda store: _change(store, gone, deleted=1, missing=True)):
+            _read_all(store, deleted, missing=True)
+            for use in (_look, lambda store: _change(store, deleted, chunk=1, missing=True)):
                 try:
                     use(store)
                 except StoreError:
                     refused = True
-            _read_all(store, gone, missing=True)
+            _read_all(store, deleted, missing=True)
     else:
         damage(say, folder, rng)
     with closing(SegmentStore(folder)) as store:
         _look(store)
-        whole = _read_all(store, gone, missing=True)
-        _change(store, gone, deleted=2, missing=False)
-        _read_all(store, gone, missing=True)
+        whole = _read_all(store, deleted, missing=True)
+        _change(store, deleted, chunk=2, missing=False)
+        _read_all(store, deleted, missing=True)
     say("refused" if refused else "unharmed" if whole else "missed")
 
 
@@ -211,26 +215,28 @@ def _look(store: SegmentStore) -> None:
     list(store.chunk_hashes())
 
 
-def _read_all(store: SegmentStore, gone: set[int], *, missing: bool) -> bool:
-    """Whether all chunks are there but those that are `gone`."""
+def _read_all(store: SegmentStore, deleted: set[int], *, missing: bool) -> bool:
+    """Return whether all chunks are present but those that are `deleted`."""
     with store.snapshot() as snapshot:
         chunks = [*range(NUM_CHUNKS), _DELETED]
-        return sum(_expect(snapshot, c, None if c in gone else c, missing=missing) for c in chunks) == len(chunks)
+        return sum(_expect(snapshot, c, None if c in deleted else c, missing=missing) for c in chunks) == len(chunks)
 
 
-def _change(store: SegmentStore, gone: set[int], deleted: int, *, missing: bool) -> None:
+def _change(store: SegmentStore, deleted: set[int], chunk: int, *, missing: bool) -> None:
     put(store, [(_NEW, 0)])
     with store.snapshot() as snapshot:
         _expect(snapshot, _NEW, 0, missing=missing)
-    store.delete([key(deleted).chunk_hash])
-    gone.add(deleted)
+    store.delete([key(chunk).chunk_hash])
+    deleted.add(chunk)
     with store.snapshot() as snapshot:
-        _expect(snapshot, deleted, None, missing=True)
+        _expect(snapshot, chunk, None, missing=True)
 
 
 def damage(say: Say, folder: Path, rng: random.Random) -> None:
-    """Flip a bit of a file, or cut it off; each file is as likely as the others. Not the index's shared memory and not
-    the lock, which hold nothing that outlives a process."""
+    """Flip a bit of a file, or cut it off; each file is as likely as the others.
+
+    The index's shared memory and the lock are left alone: they hold nothing that outlives a process.
+    """
     names = ("index.db", "index.db-wal", "segments/*.seg")
     files = [file for name in names for file in sorted(folder.glob(name)) if file.stat().st_size]
     file = rng.choice(files)

@@ -1,4 +1,4 @@
-"""`ragkv eval cache`: hit rates of eviction policies over traces, beside Belady's optimum. Knows nothing of models.
+"""`ragkv eval cache`: hit rates of eviction policies over traces, next to Belady's optimum. Knows nothing of models.
 
 An access is one chunk (a key, its size and its cost to recompute). A hit saves the cost; a miss pays it and inserts the
 chunk. Hit rates are by cost, which is what users wait for.
@@ -12,9 +12,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ragkv.config import Config
 from ragkv.errors import ConfigError
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Cache
 from ragkv.store.eviction import POLICIES, Eviction
 
 BLOCK_TOKENS = 512  # of a hash id in Mooncake's trace
@@ -31,10 +33,15 @@ class Access:
     cost_ms: float
 
 
-def mooncake(file: Path) -> list[Access]:
-    """The blocks of each request of Mooncake's trace in order. A block costs what stands before it adds (attention).
+def run(config: Config, wanted: Cache, progress: Progress) -> Iterator[Row]:
+    """Yield a row for each cache size and policy."""
+    return replay(Path(wanted.trace).stem, load(wanted.trace), wanted.shares, ALL_POLICIES)
 
-    Raises ConfigError for a file that can't be read.
+
+def mooncake(file: Path) -> list[Access]:
+    """Read the blocks of each request of Mooncake's trace, in order.
+
+    A block's cost grows with what precedes it (attention). Raises ConfigError for a file that can't be read.
     """
     accesses = []
     try:
@@ -47,7 +54,7 @@ def mooncake(file: Path) -> list[Access]:
 
 
 def load(trace: str) -> list[Access]:
-    """`zipf`, or a file in the format of Mooncake's trace."""
+    """Return the accesses of `zipf`, or of a file in the format of Mooncake's trace."""
     return zipf_documents() if trace == "zipf" else mooncake(Path(trace))
 
 
@@ -59,8 +66,11 @@ def zipf_documents(
     drift_every: int = 2_000,
     seed: int = 0,
 ) -> list[Access]:
-    """Requests for chunks of documents whose popularity follows Zipf's law, and moves: every `drift_every` requests, a
-    tenth of the ranks go to other documents. Chunks have 64 to 1,024 tokens, captured behind a short anchor."""
+    """Return requests for chunks of documents whose popularity follows Zipf's law, and moves.
+
+    Every `drift_every` requests, a tenth of the ranks go to other documents. Chunks have 64 to 1,024 tokens and are
+    precomputed after a short anchor.
+    """
     rng = random.Random(seed)
     tokens = [min(1024, max(64, round(rng.lognormvariate(5.8, 0.6)))) for _ in range(num_documents)]
     weights = [1 / (rank + 1) ** exponent for rank in range(num_documents)]
@@ -79,15 +89,13 @@ def zipf_documents(
     return accesses
 
 
-def run(
-    name: str, accesses: Sequence[Access], shares: Sequence[float], policies: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """A row for each cache size (as a share of all distinct chunks' tokens) and policy."""
+def replay(name: str, accesses: Sequence[Access], shares: Sequence[float], policies: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each cache size (as a share of all distinct chunks' tokens) and policy."""
     sizes = {access.key: access.tokens for access in accesses}
     for share in shares:
         capacity = round(share * sum(sizes.values()))
         for policy in policies:
-            hits, saved = (_belady if policy == OPTIMUM else _replay)(accesses, capacity, policy)
+            hits, saved = (_belady if policy == OPTIMUM else _hits)(accesses, capacity, policy)
             yield {
                 "trace": name,
                 "policy": policy,
@@ -99,7 +107,7 @@ def run(
             }
 
 
-def _replay(accesses: Sequence[Access], capacity: int, policy: str) -> tuple[int, float]:
+def _hits(accesses: Sequence[Access], capacity: int, policy: str) -> tuple[int, float]:
     eviction, hits, saved = Eviction(policy), 0, 0.0
     for access in accesses:
         if eviction.touch(access.key):
@@ -112,7 +120,7 @@ def _replay(accesses: Sequence[Access], capacity: int, policy: str) -> tuple[int
 
 
 def _belady(accesses: Sequence[Access], capacity: int, _policy: str) -> tuple[int, float]:
-    """Evict what is used again last. Optimal where all chunks have one size (Belady, 1966), else close to it."""
+    """Evict what is used again last: optimal where all chunks have one size (Belady, 1966), else close to it."""
     next_use = [math.inf] * len(accesses)
     following: dict[int, float] = {}
     for i in range(len(accesses) - 1, -1, -1):
@@ -139,6 +147,6 @@ def _belady(accesses: Sequence[Access], capacity: int, _policy: str) -> tuple[in
 
 
 def _cost_ms(tokens: int, before: int) -> float:
-    """To prefill tokens behind others: linear layers, and attention over what stands before (arbitrary unit: a token's
-    linear layers cost 1, attention as much at 4,096 tokens of context)."""
+    """Return what it costs to prefill tokens after others: linear layers, and attention to what precedes them (in an
+    arbitrary unit: a token's linear layers cost 1, attention as much at 4,096 tokens of context)."""
     return tokens * (1 + (before + tokens / 2) / 4096)

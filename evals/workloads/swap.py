@@ -3,13 +3,13 @@ and bandwidth.
 
 For each combination three ways on one engine, interleaved: vLLM's own prefill, fusion of all that is stored, and what
 the controller chooses. Medians over the rounds, of which short prompts get more. Reads are the store's own, without its
-memory tier: what is "near" lies in the system's memory.
+memory tier: what is "near" is in the page cache.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,6 +28,8 @@ from ragkv.controller.profile import load_of, measure
 from ragkv.controller.requests import Bench, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Swap
 from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
@@ -39,52 +41,31 @@ _LEAST_S = 8.0  # of rounds: what is short is taken more often, for single reque
 _ARMS = ("mib_s", "share", "near", "chunk_tokens", "batch")  # what a picture holds fixed
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What to combine. tokens: lengths of the prompt. shares: of its chunks that are stored. near: shares of these that
-    the system has in memory; the others are read from the disk. batches: how many requests at a time. bandwidths: of
-    the store's reads, in MiB/s, None for the disk's own."""
-
-    tokens: Sequence[int]
-    shares: Sequence[float] = (1.0,)
-    near: Sequence[float] = (1.0,)
-    chunk_tokens: Sequence[int] = (512,)
-    batches: Sequence[int] = (1,)
-    bandwidths: Sequence[float | None] = (None,)
-    repeats: int = 3
-
-
-async def run(config: Config, sweep: Sweep, emit: Callable[[dict[str, Any]], None]) -> None:
-    """`emit` a row for each combination as soon as it is known."""
+async def run(config: Config, wanted: Swap, progress: Progress) -> AsyncIterator[Row]:
+    """Yield a row for each combination as soon as it is known."""
     policy = Policy.of(config.answer.policy, config.answer.budget)
-    for bandwidth in sweep.bandwidths:
-        async with rig(config, 1, config.store.options(), **_slow_disk(bandwidth)) as on:
-            for chunk_tokens in sweep.chunk_tokens:
+    for bandwidth in wanted.bandwidths:
+        async with rig(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
+            for chunk_tokens in wanted.chunk_tokens:
                 bench = on.bench(chunk_tokens)
                 profile = await measure(bench, on.kv, policy, on.store, on.engine.max_model_len)
                 if profile is None:
                     raise ModelError(f"nothing to measure: the context of {config.model.name} is too short to fuse")
-                for num_tokens in sweep.tokens:
-                    prompt, digests = await bench.prepare(max(num_tokens, bench.shortest))
-                    whole = on.kv.task(prompt, digests, policy, on.store)
-                    for share, near, batch in itertools.product(sweep.shares, sweep.near, sweep.batches):
-                        task = without(whole, range(1, 1 + round((1 - share) * len(digests))))
+                for num_tokens in wanted.tokens:
+                    prompt, chunk_hashes = await bench.prepare(max(num_tokens, bench.shortest))
+                    whole = on.kv.task(prompt, chunk_hashes, policy, on.store)
+                    for share, near, batch in itertools.product(wanted.shares, wanted.near, wanted.batches):
+                        task = without(whole, range(1, 1 + round((1 - share) * len(chunk_hashes))))
                         far = [on.kv.key(span) for span in task.spans[1 + round(near * (len(task.spans) - 1)) :]]
                         case = _Case(bench, prompt, task, profile, on.kv, on.store, far, batch)
                         arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
-                        emit({**arm, "model": config.model.name, **await case.measure(sweep.repeats)})
-
-
-def _slow_disk(mib_s: float | None) -> dict[str, Any]:
-    """Return vLLM's arguments for a store that reads at this bandwidth."""
-    if mib_s is None:
-        return {}
-    return {"worker_extension_cls": "ragkv.evals.slow_disk.SlowDiskWorker", "additional_config": {"read_mib_s": mib_s}}
+                        progress.update(f"{num_tokens} tokens, {share:.0%} stored")
+                        yield {**arm, "model": config.model.name, **await case.measure(wanted.repeats)}
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One combination. far: the chunks that the system hasn't got in memory."""
+    """One combination. far: the chunks that are not in the page cache."""
 
     bench: Bench
     prompt: Prompt
@@ -95,14 +76,14 @@ class _Case:
     far: Sequence[ChunkKey]
     batch: int
 
-    async def measure(self, repeats: int) -> dict[str, Any]:
+    async def measure(self, repeats: int) -> Row:
         times: dict[str, list[float]] = {"prefill": [], "fuse": [], "controller": []}
         num_tokens, found = len(self.prompt.token_ids), None
         begin, num_rounds = time.perf_counter(), 0
         while num_rounds < 1 + repeats or time.perf_counter() - begin < _LEAST_S:
             num_rounds += 1
             for name, collected in times.items():
-                self.store.admin.drop_cached(self.far)
+                self.store.drop_cached(self.far)
                 request: FuseTask | None = self.task if name == "fuse" else None
                 if name == "controller":
                     found, request = plan_task(self.profile, num_tokens, self.task, self.kv, self.store)
@@ -126,14 +107,16 @@ class _Case:
         }
 
     async def _ttft_ms(self, request: FuseTask | None) -> float:
-        """The median over the requests of a batch, all sent at once."""
+        """Return the median over the requests of a batch, all sent at once."""
         asked = await asyncio.gather(*(self.bench.ask(self.prompt, request) for _ in range(self.batch)))
         return median(timed.ttft_ms for timed in asked)
 
 
-def break_even(rows: Sequence[dict[str, Any]], prefix: str = "") -> float | None:
-    """The prompt length from which fusion is quicker than full prefill, between two that were measured; None if it is
-    at all of them, or at none. prefix: `predicted_` for the profile's."""
+def break_even(rows: Sequence[Row], prefix: str = "") -> float | None:
+    """Return the prompt length from which fusion is quicker than full prefill, between two that were measured.
+
+    None if it is at all of them, or at none. prefix: `predicted_` for the profile's.
+    """
     points = sorted((row["tokens"], row[f"{prefix}prefill_ms"] - row[f"{prefix}fuse_ms"]) for row in rows)
     for (tokens, gain), (more_tokens, more_gain) in itertools.pairwise(points):
         if gain <= 0 < more_gain:
@@ -141,9 +124,9 @@ def break_even(rows: Sequence[dict[str, Any]], prefix: str = "") -> float | None
     return None
 
 
-def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """TTFT by prompt length, measured and predicted, with the break-even: a picture for each of the other settings."""
-    arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Draw TTFT by prompt length, measured and predicted, with the break-even: a picture for each other setting."""
+    arms: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         arms.setdefault(tuple(row[name] for name in _ARMS), []).append(row)
     columns = min(3, len(arms))
@@ -163,7 +146,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
     plt.close(figure)
 
 
-def _draw_arm(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_arm(ax: Any, rows: Sequence[Row]) -> None:
     tokens = np.array([row["tokens"] for row in rows])
     for name, color in (("prefill", "tab:red"), ("fuse", "tab:blue")):
         ax.plot(tokens, [row[f"{name}_ms"] for row in rows], "o-", color=color, label=name)

@@ -19,19 +19,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ragkv.evals import fault_work
-from ragkv.evals.fault_work import State
+from ragkv.config import Config
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Faults
+from ragkv.evals.robustness import fault_work
+from ragkv.evals.robustness.fault_work import State
 
 _FORK = multiprocessing.get_context("fork")
-_PATIENCE_S = 20  # then a process hangs
+_TIMEOUT_S = 20  # then a process hangs
 _MAX_DELAY_S = 0.15  # from a worker's first acknowledgement to its end
 _DISK_BYTES = 8 << 20
-
-Progress = Callable[[str, int, int], None]  # part, rounds done, of how many
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
     seconds: float = 0.0
     skipped: str | None = None
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         return {
             "part": self.name,
             "rounds": self.num_rounds,
@@ -66,12 +66,15 @@ class Part:
         }
 
 
-def run(num_kills: int, num_flips: int, seed: int, progress: Progress) -> Iterator[dict[str, Any]]:
-    """A row for each part. Round i has the seed `seed + i`: one round with that seed is the same round again, as far as
-    kills, which come at a time, can be."""
+def run(config: Config, wanted: Faults, progress: Progress) -> Iterator[Row]:
+    """Yield a row for each part.
+
+    Round i has the seed `seed + i`: one round with that seed is the same again, as far as kills at some time can be.
+    """
     with tempfile.TemporaryDirectory(prefix="ragkv-faults-") as name:
         folder = Path(name)
-        parts = (("kills", num_kills, kills), ("damage", num_flips, flips))
+        seed = wanted.seed
+        parts = (("kills", wanted.kills, kills), ("damage", wanted.flips, flips))
         for part, count, rounds in parts:
             if count:
                 yield _play(Part(part), count, rounds(folder / part, range(seed, seed + count)), progress).row()
@@ -85,7 +88,7 @@ def _play(part: Part, count: int, rounds: Iterator[Round], progress: Progress) -
         part.outcomes[played.outcome] += 1
         if played.problem is not None:
             part.failures.append(played)
-        progress(part.name, part.num_rounds, count)
+        progress.update(part.name, part.num_rounds, count)
     part.seconds = time.monotonic() - start
     return part
 
@@ -101,34 +104,34 @@ class Child:
         os.close(write)
 
     def wait_for(self, line: str) -> str | None:
-        """Until it says so. Returns how it failed before that."""
-        end = time.monotonic() + _PATIENCE_S
+        """Wait until it says so. Returns how it failed before that."""
+        end = time.monotonic() + _TIMEOUT_S
         while line not in self._lines():
             ready, _, _ = select.select([self._said], [], [], max(0, end - time.monotonic()))
             if not ready:
-                return f"never said {line!r} in {_PATIENCE_S} s"
+                return f"never said {line!r} in {_TIMEOUT_S} s"
             if not self._read():
                 return self.join()[1] or "ended before it was killed"
         return None
 
     def kill(self) -> list[str]:
-        """What it said, and nothing of a line that it didn't end."""
+        """Kill it. Returns what it said, and nothing of a line that it didn't end."""
         self._process.kill()
         return self._end()
 
     def join(self) -> tuple[list[str], str | None]:
-        """What it said, and how it failed. One that hangs is killed."""
-        self._process.join(_PATIENCE_S)
+        """Wait for its end. Returns what it said, and how it failed. One that hangs is killed."""
+        self._process.join(_TIMEOUT_S)
         code = self._process.exitcode
         lines = self.kill()
         if code is None:
-            return lines, f"hung for {_PATIENCE_S} s"
+            return lines, f"hung for {_TIMEOUT_S} s"
         if code < 0:
             return lines, f"died by signal {-code}"
         return (lines[:-1], lines[-1]) if code else (lines, None)
 
     def failure(self) -> str | None:
-        """Of one that should still be working."""
+        """Return how it failed, if it should still be working and isn't."""
         code = self._process.exitcode
         return None if code is None else self.join()[1] or "ended before it was killed"
 
@@ -165,8 +168,8 @@ def _child(write: int, work: Callable[..., None], *args: object) -> None:
 
 
 def kills(folder: Path, seeds: range) -> Iterator[Round]:
-    """SIGKILL to an indexer, a compactor, or a reader and a writer beside it, on a store that goes on from round to
-    round; then it must hold what was acknowledged, with what was begun either done or not."""
+    """Kill an indexer, a compactor, or a reader and the writer next to it, on a store that lives from round to round;
+    then it must hold what was acknowledged, with what was begun either done or not."""
     state: State = {}
     for seed in seeds:
         rng = random.Random(seed)
@@ -187,7 +190,7 @@ def kills(folder: Path, seeds: range) -> Iterator[Round]:
 
 
 def _kill(rng: random.Random, children: list[Child]) -> str | None:
-    """Each a random time after all are at work. Returns how one failed before."""
+    """Kill each a random time after all are at work. Returns how one failed before."""
     problem = None
     for child in children:
         problem = problem or child.wait_for("done")
@@ -201,7 +204,7 @@ def _kill(rng: random.Random, children: list[Child]) -> str | None:
 
 
 def _states(state: State, lines: list[str]) -> tuple[State, State]:
-    """What a writer leaves: what it acknowledged, and the same with what it had begun."""
+    """Return what a writer may leave: what it acknowledged, and the same with what it had begun."""
     before = after = state
     for line in lines:
         if line == "done":
@@ -213,7 +216,7 @@ def _states(state: State, lines: list[str]) -> tuple[State, State]:
 
 
 def flips(folder: Path, seeds: range) -> Iterator[Round]:
-    """A bit flipped, or a file cut off, before a store is opened or while it is open; it must be of use afterwards, and
+    """Flip a bit, or cut a file off, before a store is opened or while it is open; it must be of use afterwards, and
     give no wrong value."""
     pristine = [folder / "closed", folder / "left_open"]
     _, failure = Child(lambda _: fault_work.make(*pristine)).join()
@@ -242,14 +245,14 @@ def _full_disk(folder: Path, seed: int, progress: Progress) -> Part:
 
 
 def fills(folder: Path, seed: int) -> Iterator[Round]:
-    """Put until a disk is full: all that was put is there, and space that is freed is used again."""
+    """Put until a disk is full: all that was put is present, and space that is freed is used again."""
     lines, failure = Child(fault_work.fill, folder).join()
     yield Round(seed, "failed" if failure else lines[-1], failure)
 
 
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[str | None]:
-    """Mount one; gives what the system says where that isn't permitted."""
+    """Mount one; give what the system says where that isn't permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
     try:

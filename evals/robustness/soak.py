@@ -2,7 +2,7 @@
 
 Clients ask, leave in the middle of an answer, upload, replace and delete documents, and send junk, over real sockets.
 Nothing may fail or be lost, memory, descriptors and threads may not grow, and answers from stored KV must be full
-prefill's where the two are the same: for one chunk directly behind the anchor, in float32.
+prefill's where the two are the same: for one chunk directly after the anchor, in float32.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,15 @@ import httpx
 import psutil
 
 from ragkv.config import Config
-from ragkv.evals.churn import CHARACTERS, TITLES
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.manual import TITLES, excerpt
+from ragkv.evals.registry import Soak
 from ragkv.evals.watched import as_environment, resources, watched
 
 _TITLES = TITLES[:24]
 _START_S, _FINISH_S = 600, 600  # what the server may take to begin, and to index what was uploaded
 _EVERY_S = 2.0  # between looks at the processes
-_PATIENCE_S = 10.0  # for /healthz, always
+_HEALTH_TIMEOUT_S = 10.0  # for /healthz, always
 _MORE_HANDLES = 64  # connections and threads of pools come and go
 _MORE_MEMORY = 0.05  # of what it was when warm
 _NUM_SIZES = 256  # vLLM on CPU keeps a compiled product for each batch size, of the last 256 (docs/log/2026-11.md)
@@ -48,13 +50,11 @@ class Soaked:
     compared: int = 0
     problems: list[str] = field(default_factory=list)
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    texts: dict[str, str | None] = field(default_factory=dict)  # what a document must be, None: gone
+    texts: dict[str, str | None] = field(default_factory=dict)  # what a document must be, None: deleted
 
 
-def run(
-    config: Config, seconds: float, num_clients: int, seed: int, progress: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """One row."""
+def run(config: Config, wanted: Soak, progress: Progress) -> Iterator[Row]:
+    """Yield one row."""
     seen = Soaked()
     with tempfile.TemporaryDirectory(prefix="ragkv-soak-") as name, socket.create_server(("127.0.0.1", 0)) as free:
         home, port = Path(name), free.getsockname()[1]
@@ -65,7 +65,7 @@ def run(
         with (home / "serve.log").open("wb") as log, watched(command, environment, log) as process:
             traffic = _Traffic(f"http://127.0.0.1:{port}", seen, progress)
             try:
-                asyncio.run(traffic.flow(psutil.Process(process.pid), seconds, num_clients, seed))
+                asyncio.run(traffic.flow(psutil.Process(process.pid), wanted.seconds, wanted.clients, wanted.seed))
             except (httpx.HTTPError, TimeoutError) as error:
                 seen.problems.append(f"{type(error).__name__}: {error}; the server ended with {process.poll()}")
         seen.problems += _logged(home / "serve.log")
@@ -73,7 +73,7 @@ def run(
 
 
 class _Traffic:
-    def __init__(self, url: str, seen: Soaked, progress: Callable[[str], None]) -> None:
+    def __init__(self, url: str, seen: Soaked, progress: Progress) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None))
         self._seen, self._progress, self._begin = seen, progress, time.monotonic()
 
@@ -120,9 +120,11 @@ class _Traffic:
             if size:
                 self._seen.samples.append((time.monotonic() - self._begin, size, handles))
             try:
-                await self._client.get("/healthz", timeout=_PATIENCE_S)
+                await self._client.get("/healthz", timeout=_HEALTH_TIMEOUT_S)
             except httpx.HTTPError as error:
-                self._seen.problems.append(f"/healthz didn't answer within {_PATIENCE_S:g} s: {type(error).__name__}")
+                self._seen.problems.append(
+                    f"/healthz didn't answer within {_HEALTH_TIMEOUT_S:g} s: {type(error).__name__}"
+                )
             await asyncio.sleep(_EVERY_S)
 
     async def _behave(self, rng: random.Random, own: list[str], seconds: float) -> None:
@@ -135,7 +137,7 @@ class _Traffic:
                 self._seen.problems.append(f"{step}: {type(error).__name__} {error}")
             self._seen.steps[step] += 1
             steps, problems = sum(self._seen.steps.values()), len(self._seen.problems)
-            self._progress(f"{steps} steps, {time.monotonic() - self._begin:.0f} s, {problems} problems")
+            self._progress.update(f"{steps} steps, {time.monotonic() - self._begin:.0f} s, {problems} problems")
 
     async def _step(self, step: str, rng: random.Random, own: list[str]) -> None:
         question = f"What does the manual say about {rng.choice(_TITLES).lower()}?"
@@ -155,7 +157,7 @@ class _Traffic:
 
     @asynccontextmanager
     async def _sent(self, what: str, method: str, path: str, expected: int, **fields: Any) -> AsyncIterator[Any]:
-        """A response that is as expected, or None: then it is noted why."""
+        """Send a request; give its response if that is as expected, else note why not and give None."""
         async with self._client.stream(method, path, **fields) as response:
             if response.status_code == 429:
                 self._seen.refused += 1
@@ -185,9 +187,7 @@ class _Traffic:
                 self._seen.problems.append(f"{question}: {fused['answer']!r} and not {full['answer']!r}")
 
     async def _upload(self, title: str, rng: random.Random) -> None:
-        text = topics[title]
-        start = rng.randrange(max(1, len(text) - CHARACTERS))
-        content = f"{title} {text[start : start + CHARACTERS].strip()}"
+        content = f"{title} {excerpt(title, rng).strip()}"
         files = {"files": (f"{title}.txt", content.encode())}
         async with self._sent(f"upload of {title}", "POST", "/v1/documents", 202, files=files) as response:
             if response is not None:
@@ -198,7 +198,7 @@ class _Traffic:
         async with self._sent(f"delete {title}", "DELETE", f"/v1/documents/{title}.txt", expected) as response:
             if response is not None:
                 self._seen.texts[title] = None
-        async with self._sent(f"{title} is there still", "GET", f"/v1/documents/{title}.txt", 404):
+        async with self._sent(f"{title} is present still", "GET", f"/v1/documents/{title}.txt", 404):
             pass
 
     async def _junk(self, rng: random.Random) -> None:
@@ -222,9 +222,9 @@ class _Traffic:
     async def _check(self, title: str, text: str | None) -> None:
         path = f"/v1/documents/{title}.txt"
         if text is None:
-            async with self._sent(f"{title} is there still", "GET", path, 404):
+            async with self._sent(f"{title} is present still", "GET", path, 404):
                 return
-        async with self._sent(f"{title} is lost", "GET", path, 200) as response:
+        async with self._sent(f"{title} is missing", "GET", path, 200) as response:
             if response is not None:
                 chunks = json.loads(await response.aread())["chunks"]
                 if "".join("".join(chunk["text"] for chunk in chunks).split()) != "".join(text.split()):
@@ -232,7 +232,7 @@ class _Traffic:
 
 
 def _logged(file: Path) -> list[str]:
-    """What the server calls an error. vLLM's processes write lines of their own there."""
+    """Return what the server logged as errors. vLLM's processes write lines of their own there."""
     problems = []
     for line in file.read_text(errors="replace").splitlines():
         if line.startswith("{") and '"levelname": "ERROR"' in line:
@@ -241,9 +241,9 @@ def _logged(file: Path) -> list[str]:
     return problems
 
 
-def _row(seen: Soaked) -> dict[str, Any]:
-    """With what grew: the last fifth of the time beside the second."""
-    row: dict[str, Any] = {"steps": dict(sorted(seen.steps.items())), "refused": seen.refused}
+def _row(seen: Soaked) -> Row:
+    """Return the row, with what grew: the last fifth of the time against the second."""
+    row: Row = {"steps": dict(sorted(seen.steps.items())), "refused": seen.refused}
     row |= {"compared": seen.compared}
     if len(seen.samples) >= 5:
         fifth = len(seen.samples) // 5

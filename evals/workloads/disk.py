@@ -1,7 +1,7 @@
-"""`ragkv eval store`: how fast a store writes and reads, beside its disk, a copy in memory, and the checksum alone.
+"""`ragkv eval store`: how fast a store writes and reads, next to its disk, a copy in memory, and the checksum alone.
 
 Chunks are read as the fusions of a queue read them: a layer of several chunks at a time, the next layer announced, and
-the next request's chunks brought near while it waits. Needs no model.
+the next request's chunks prefetched while it waits. Needs no model.
 """
 
 import mmap
@@ -14,34 +14,38 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import xxhash
 
+from ragkv.config import Config
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Store
 from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.store.segment_store import SegmentStore
 
 _LAYERS = 8
 _AT_A_TIME = 8  # chunks of a request
 _HEAD_SIZE = 64
-_HEADER_BYTES = 4096  # more than a record has beside its numbers
+_HEADER_BYTES = 4096  # more than a record has next to its numbers
 _THREADS = 4
 
 
-def run(folder: Path, record_kib: Sequence[int], mib: int, churn: float, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each size of a record: of `mib` MiB in a store of its own under `folder`, in MB/s.
+def run(config: Config, wanted: Store, progress: Progress) -> Iterator[Row]:
+    """Yield a row for each size of a record: of `mib` MiB in a store of its own in the home, in MB/s.
 
     churn: how many times the store's size is deleted and written anew, chunk by chunk. Reads are medians over the
     rounds, each of which reads in every way. Raises StoreError where there is no room.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for kib in record_kib:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="eval-store-") as home:
-            yield {"record_kib": kib, "mib": mib, **_measure(Path(home), kib << 10, mib << 20, churn, repeats)}
+    config.home.mkdir(parents=True, exist_ok=True)
+    for kib in wanted.records:
+        progress.update(f"records of {kib} KiB")
+        with tempfile.TemporaryDirectory(dir=config.home, prefix="eval-store-") as folder:
+            yield {"record_kib": kib, "mib": wanted.mib, **_measure(Path(folder), kib << 10, wanted)}
 
 
-def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repeats: int) -> dict[str, Any]:
+def _measure(folder: Path, record_bytes: int, wanted: Store) -> Row:
+    total_bytes = wanted.mib << 20
     num_chunks = max(1, total_bytes // (record_bytes * _LAYERS))
     keys = [_key(i) for i in range(num_chunks)]
     num_tokens = max(1, (record_bytes - _HEADER_BYTES) // (2 * 4 * _HEAD_SIZE))
@@ -50,29 +54,24 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
     size = num_chunks * sum(kv.size_bytes for kv in layers)
     order = random.Random(0)
 
-    def mb_s(do: Callable[[], object], num_bytes: float = size) -> float:
-        begin = time.perf_counter()
-        do()
-        return num_bytes / (time.perf_counter() - begin) / 1e6
-
     def write(store: SegmentStore) -> None:
         for group in _requests(keys):
             store.put((key, layers) for key in group)
 
-    row: dict[str, Any] = {"chunks": num_chunks, "layers": _LAYERS}
-    store = SegmentStore(home / "kv")
-    pooled = SegmentStore(home / "kv", memory_bytes=2 * total_bytes)
+    row: Row = {"chunks": num_chunks, "layers": _LAYERS}
+    store = SegmentStore(folder / "kv")
+    pooled = SegmentStore(folder / "kv", memory_bytes=2 * total_bytes)
     try:
-        row["write"] = mb_s(lambda: write(store))
-        file, target, source = store.admin.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
+        row["write"] = _mb_s(lambda: write(store), size)
+        file, target, source = store.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
         parts = target.view(num_chunks, _LAYERS, 2, *shape)
         copies = [[(part[0], part[1]) for part in chunk] for chunk in parts]
         pooled.touch(keys)
         _read(pooled, keys)
         seen: dict[str, list[float]] = {}
-        for _ in range(repeats):
+        for _ in range(wanted.repeats):
             order.shuffle(keys)
-            store.admin.drop_cached(keys)
+            store.drop_cached(keys)
             ways: dict[str, Callable[[], object]] = {
                 "cold": lambda: _read(store, keys),
                 "warm": lambda: _read(store, keys),
@@ -81,19 +80,25 @@ def _measure(home: Path, record_bytes: int, total_bytes: int, churn: float, repe
                 "checksum": lambda: xxhash.xxh3_64_intdigest(source.numpy().data),
             }
             for way, do in ways.items():
-                seen.setdefault(way, []).append(mb_s(do))
+                seen.setdefault(way, []).append(_mb_s(do, size))
             for threads in (1, _THREADS):
                 with suppress(OSError):  # a file system that can't
                     seen.setdefault(f"disk_{threads}", []).append(_of_disk(file, record_bytes, threads))
         row |= {way: median(values) for way, values in seen.items() if values}
-        if num_rounds := round(churn * num_chunks):
-            row["churn"] = mb_s(lambda: _churn(store, keys, layers, order, num_rounds), size / num_chunks * num_rounds)
-        stats = store.admin.stats()
+        if num_rounds := round(wanted.churn * num_chunks):
+            row["churn"] = _mb_s(lambda: _churn(store, keys, layers, order, num_rounds), size / num_chunks * num_rounds)
+        stats = store.stats()
         row["file_mib"], row["record_mib"] = stats.file_bytes / (1 << 20), stats.size_bytes / (1 << 20)
     finally:
         pooled.close()
         store.close()
     return {name: round(value) for name, value in row.items()}
+
+
+def _mb_s(do: Callable[[], object], num_bytes: float) -> float:
+    begin = time.perf_counter()
+    do()
+    return num_bytes / (time.perf_counter() - begin) / 1e6
 
 
 def _key(index: int) -> ChunkKey:
@@ -108,7 +113,7 @@ _Copies = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]  # K and V, by c
 
 
 def _read(store: SegmentStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -> None:
-    """All layers of all chunks; copied, as whoever computes with them would, if it is said where to."""
+    """Read all layers of all chunks, and copy them into `copies`, if given, as whoever computes with them would."""
     requests = [*_requests(keys)]
     store.prefetch(requests[0])
     for number, request in enumerate(requests):
@@ -128,7 +133,7 @@ def _read(store: SegmentStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -
 
 
 def _of_disk(file: Path, record_bytes: int, num_threads: int) -> float:
-    """What the disk gives, in MB/s: pieces as large as a record at random places, past the page cache (O_DIRECT)."""
+    """Return the disk's MB/s for pieces as large as a record, at random offsets, past the page cache (O_DIRECT)."""
     offsets = list(range(0, file.stat().st_size - record_bytes + 1, record_bytes))
     random.Random(1).shuffle(offsets)
 

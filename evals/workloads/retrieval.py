@@ -6,21 +6,27 @@ The product's own retriever over the passages of a published data set, each one 
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ragkv import models
+from ragkv.config import Config
 from ragkv.errors import ConfigError
-from ragkv.evals import scores
+from ragkv.evals import intervals
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Retrieval
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.reranker import Reranker
 from ragkv.retriever.retriever import PairScorer, QuestionEmbedder, Retriever
 
 MODES = ("vector", "hybrid")
@@ -45,8 +51,20 @@ class Collection:
     tasks: list[Task]
 
 
+def run(config: Config, wanted: Retrieval, progress: Progress) -> Iterator[Row]:
+    """Yield the rows of `compare`, with the models by which they came about."""
+    collection = load(wanted.dataset, wanted.data)
+    name = config.retrieval.reranker
+    reranker = None if name is None else Reranker(models.resolve(name, config.home))
+    embedder = Embedder(models.resolve(config.index.embedder, config.home))
+    used = {"embedder": Path(config.index.embedder).name, "reranker": name and Path(name).name}
+    candidates = config.retrieval.candidates
+    for row in compare(wanted.dataset, collection, embedder, reranker, wanted.depths, candidates, progress):
+        yield {**row, **used}
+
+
 def load(name: str, data: Path) -> Collection:
-    """mtrag, or xquad in a language: xquad (English), xquad.de, … Raises ConfigError for what isn't there."""
+    """Read mtrag, or xquad in a language: xquad (English), xquad.de, … Raises ConfigError for what isn't there."""
     language = re.fullmatch(r"xquad(?:\.([a-z]{2}))?", name)
     if name != "mtrag" and not language:
         raise ConfigError(f"unknown dataset {name!r}; choose mtrag, xquad, or xquad in another language as xquad.de")
@@ -58,20 +76,19 @@ def load(name: str, data: Path) -> Collection:
         raise ConfigError(f"can't read {name} from {data}: {error}") from error
 
 
-def run(
+def compare(
     name: str,
     collection: Collection,
     embedder: QuestionAndTextEmbedder,
     reranker: PairScorer | None,
     depths: Sequence[int],
     candidates: int,
-    progress: Callable[[int, int], None],
-) -> Iterator[dict[str, Any]]:
-    """A row for each way to search, part of the tasks (all, first questions, later ones) and depth.
+    progress: Progress,
+) -> Iterator[Row]:
+    """Yield a row for each way to search, part of the tasks (all, first questions, later ones) and depth.
 
     A way is a mode, without a reranker and with it. recall: the mean share of a task's passages among the first `depth`
-    chunks; difference: from the first way's, with a 95% interval, paired by task. progress gets the number of searches
-    done, and of all.
+    chunks; difference: from the first way's, with a 95% interval, paired by task.
     """
     ways = [(mode, scorer) for scorer in dict.fromkeys((None, reranker)) for mode in MODES]
     recalls: list[Recalls] = []
@@ -85,7 +102,7 @@ def run(
             rows = []
             for j, task in enumerate(collection.tasks, 1):
                 rows.append(_recalls(retriever, task, depths))
-                progress(i * len(collection.tasks) + j, len(ways) * len(collection.tasks))
+                progress.update(name, i * len(collection.tasks) + j, len(ways) * len(collection.tasks))
             recalls.append(np.array(rows))
     later = np.array([len(task.questions) > 1 for task in collection.tasks])
     for turns, part in (("all", np.ones_like(later)), ("first", ~later), ("later", later)):
@@ -104,12 +121,12 @@ def run(
                     "depth": depth,
                     "recall": round(float(found[part, k].mean()), 4),
                     "difference": round(float(difference.mean()), 4),
-                    "difference_interval": [round(bound, 4) for bound in scores.interval(difference)],
+                    "difference_interval": [round(bound, 4) for bound in intervals.interval(difference)],
                 }
 
 
 class _Asking:
-    """Embeds each question once for all ways."""
+    """An embedder that embeds each question once for all ways."""
 
     def __init__(self, embedder: QuestionAndTextEmbedder) -> None:
         self.embed_question = cache(embedder.embed_question)
@@ -122,7 +139,7 @@ def _recalls(retriever: Retriever, task: Task, depths: Sequence[int]) -> list[fl
 
 
 def _mtrag(file: Path) -> Collection:
-    """The tasks that have reference passages, over all tasks' passages."""
+    """Read the tasks that have reference passages, over all tasks' passages."""
     content = json.loads(file.read_text())
     texts = {document["document_id"]: document["text"] for document in content["documents"]}
     tasks = [
@@ -137,7 +154,7 @@ def _mtrag(file: Path) -> Collection:
 
 
 def _xquad(file: Path) -> Collection:
-    """Each question's paragraph, among those of all articles."""
+    """Read each question with its paragraph, among those of all articles."""
     paragraphs = [p for article in json.loads(file.read_text())["data"] for p in article["paragraphs"]]
     tasks = [Task((qa["question"],), frozenset([p["context"]])) for p in paragraphs for qa in p["qas"]]
     return Collection(list(dict.fromkeys(p["context"] for p in paragraphs)), tasks)

@@ -1,0 +1,34 @@
+"""Arms: the ways of answering that `ragkv eval quality` compares."""
+
+from dataclasses import dataclass
+
+from ragkv.errors import ConfigError
+from ragkv.policies import Policy
+
+KV_KINDS = {
+    "alone": "each chunk precomputed by itself, without the anchor",
+    "anchor": "each chunk precomputed once, after the anchor",
+    "random": "averaged after the anchor and each of some random other chunks; the first chunk exact",
+    "near": "averaged after the anchor and each of its nearest other chunks; the first chunk exact",
+}
+DEFAULT_KV = "near"  # as the product does
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of answering to be measured: a policy over chunk KV of one kind."""
+
+    policy: Policy
+    kv: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Arm":
+        """Read `query:0.05@anchor`; the kind is `near` where none is given. Raises ConfigError."""
+        policy, _, kv = text.partition("@")
+        if (kv or DEFAULT_KV) not in KV_KINDS:
+            raise ConfigError(f"unknown kind of KV {kv!r} in {text!r}; choose one of {', '.join(KV_KINDS)}")
+        return cls(Policy.parse(policy), kv or DEFAULT_KV)
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy.label}@{self.kv}"

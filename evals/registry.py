@@ -1,0 +1,190 @@
+# ruff: noqa: RUF009 - `option` returns a dataclass field
+"""All experiments: what each can be asked, where its code is, and how its rows are shown.
+
+A new one is a dataclass and an `Experiment` here, and a module that yields its rows. Nothing heavy is imported: vLLM
+must find its environment prepared, and `--help` be quick.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragkv.evals import tables
+from ragkv.evals.experiment import VLLM, Experiment, numbers, option, whole_numbers
+
+if TYPE_CHECKING:
+    from ragkv.evals.arms import Arm
+    from ragkv.policies import Policy
+
+
+def _policy(text: str) -> "Policy":
+    from ragkv.policies import Policy
+
+    return Policy.parse(text.strip())
+
+
+def _policies(text: str) -> tuple["Policy", ...]:
+    return tuple(map(_policy, text.split(",")))
+
+
+def _arms(text: str) -> tuple["Arm", ...]:
+    from ragkv.evals.arms import Arm
+
+    return tuple(Arm.parse(part.strip()) for part in text.split(","))
+
+
+def _bandwidths(text: str) -> tuple[float | None, ...]:
+    return tuple(mib_s or None for mib_s in numbers(text))
+
+
+@dataclass(frozen=True)
+class Ttft:
+    """Time to first token by policy, next to vLLM's own prefill of the same prompt."""
+
+    tokens: tuple[int, ...] = option("Lengths of the prompt, in tokens.", "1024,2048,4096,7168", parse=whole_numbers)
+    policies: tuple["Policy", ...] = option(
+        "Policies with their budgets.", "full,query:0.15,query:0.05,none", parse=_policies
+    )
+    repeats: int = option("Measurements of which each median is taken.", 5, least=1)
+    cold: bool = option("Also with KV from the disk instead of memory.", False)
+    random_weights: bool = option("Of the model only config.json and the tokenizer are read.", False)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Drift from full prefill and task scores by policy, on real data."""
+
+    dataset: str = option("musique, musique_s, xquad, samsum, multi_news, a .jsonl file or HF id.")
+    data: Path | None = option("Folder that holds the named datasets.", None)
+    examples: int = option("How many examples, from the first on.", 50, least=1)
+    policies: tuple["Arm", ...] = option(
+        "POLICY@KV with commas between; KV is alone, anchor, random or near.",
+        "none,guided:0.05,cacheblend:0.15@alone",
+        parse=_arms,
+    )
+    captures: int = option("Contexts over which a chunk's KV is averaged.", 4, least=1)
+    codec: str | None = option("How KV is stored: raw, int8 or fp8.", None, setting="store.codec")
+    ttft_examples: int = option("On how many examples times are taken.", 10, least=0)
+    out: Path | None = option("Results by example; a run continues from what it holds.", None)
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Recall by vectors and by vectors and words, and of each with the reranker if one is set. Needs no vLLM."""
+
+    dataset: str = option("mtrag, xquad, or xquad in another language: xquad.de.")
+    data: Path = option("Folder that holds the datasets.")
+    depths: tuple[int, ...] = option("Among how many chunks to look for the passages.", "3,5", parse=whole_numbers)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Hit rates of eviction policies over a trace, next to Belady's optimum. Needs no model."""
+
+    trace: str = option("zipf (documents), or a file like Mooncake's trace.", "zipf")
+    shares: tuple[float, ...] = option(
+        "Cache sizes, as shares of all distinct chunks.", "0.01,0.05,0.1,0.25", parse=numbers
+    )
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Recompute or load: full prefill, fusion, and the controller's choice between them."""
+
+    tokens: tuple[int, ...] = option(
+        "Lengths of the prompt, in tokens.", "64,128,256,512,1024,2048,4096", parse=whole_numbers
+    )
+    shares: tuple[float, ...] = option("Shares of the chunks that are stored.", "0,0.5,1", parse=numbers)
+    near: tuple[float, ...] = option("Shares of these that are in the page cache.", "1", parse=numbers)
+    chunk_tokens: tuple[int, ...] = option("Tokens of a chunk, so of a record.", "512", parse=whole_numbers)
+    batches: tuple[int, ...] = option("Requests at a time.", "1", parse=whole_numbers)
+    bandwidths: tuple[float | None, ...] = option(
+        "Of the store's reads, in MiB/s; 0 is the disk's own.", "0,400,50", parse=_bandwidths
+    )
+    repeats: int = option("Measurements of which each median is taken, at least.", 3, least=1)
+    out: Path | None = option("A picture of it.", None)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Draw what one request reads, loads and computes, and when: with KV from the disk and from memory."""
+
+    tokens: int = option("Length of the prompt, in tokens.", 4096, least=1)
+    policy: "Policy" = option("With its budget.", "query:0.05", parse=_policy)
+    out: Path = option("The picture.", Path("timeline.png"))
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Kill processes that use a KV store, damage its files, fill its disk, and see what is lost. Needs no model."""
+
+    kills: int = option("How often processes that use a store are killed.", 200, least=0)
+    flips: int = option("How often a bit is flipped or a file cut off.", 1000, least=0)
+    seed: int = option("Of the first round; the others count on from it.", 0, least=0)
+
+
+@dataclass(frozen=True)
+class Store:
+    """How fast a store on this disk writes and reads, next to the disk and the memory themselves. Needs no model."""
+
+    records: tuple[int, ...] = option(
+        "Sizes of a record, in KiB: one layer of a chunk.", "64,256,1024,2048", parse=whole_numbers
+    )
+    mib: int = option("How much is stored.", 256, least=1)
+    churn: float = option("How many times that is deleted and written anew.", 10.0, least=0)
+    repeats: int = option("Measurements of which each median is taken.", 3, least=1)
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Index, change, remove and ask within small budgets; kill it, and see what is lost and what grows."""
+
+    seconds: float = option("How long to work, after the kills.", 300.0, least=1)
+    kills: int = option("How often the process is killed at work before that.", 0, least=0)
+    disk_gib: float = option("Budget of the store's disk.", 0.5, setting="store.disk_gib")
+    memory_gib: float = option("Budget of the store's memory.", 0.125, setting="store.memory_gib")
+    seed: int = option("Of everything at random.", 0, least=0)
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Serve, and ask, upload, replace, delete and leave at random; see what fails, is lost, or grows."""
+
+    seconds: float = option("How long, once the server is ready.", 900.0, least=1)
+    clients: int = option("How many at a time.", 6, least=1, most=24)
+    memory_gib: float = option("Budget of the store's memory.", 0.125, setting="store.memory_gib")
+    seed: int = option("Of everything at random.", 0, least=0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Questions that arrive at random, next to vLLM alone: how long to the first token, and between others' tokens."""
+
+    streams: int = option("Answers being decoded while questions arrive, at first.", 8, least=0)
+    questions: int = option("Of each measurement.", 16, least=4)
+    shares: tuple[float, ...] = option(
+        "Rates of arrival, as shares of what each server answers one after the other.",
+        "0.4,0.6,0.8,0.95",
+        parse=numbers,
+    )
+    top_k: int = option("Chunks of a question, some 500 tokens each.", 8, least=1)
+    seed: int = option("Of the questions and the arrivals.", 0)
+    out: Path | None = option("A picture of it.", None)
+
+
+_WORKLOADS, _ROBUSTNESS = "ragkv.evals.workloads", "ragkv.evals.robustness"
+EXPERIMENTS = (
+    Experiment("ttft", Ttft, f"{_WORKLOADS}.ttft", tables.ttft, (*VLLM, "embedder")),
+    Experiment("quality", Quality, f"{_WORKLOADS}.quality", tables.quality, VLLM),
+    Experiment(
+        "retrieval", Retrieval, f"{_WORKLOADS}.retrieval", tables.retrieval, ("home", "embedder", "config_file")
+    ),
+    Experiment("cache", Cache, f"{_WORKLOADS}.cache", tables.cache),
+    Experiment("swap", Swap, f"{_WORKLOADS}.swap", tables.swap, VLLM, draws=True),
+    Experiment("timeline", Timeline, f"{_WORKLOADS}.timeline", tables.timeline, VLLM),
+    Experiment("faults", Faults, f"{_ROBUSTNESS}.faults", tables.faults, fails=lambda row: row["failed"], forks=True),
+    Experiment("store", Store, f"{_WORKLOADS}.disk", tables.store, ("home", "config_file")),
+    Experiment("churn", Churn, f"{_ROBUSTNESS}.churn", tables.churn, VLLM, fails=lambda row: row["problems"]),
+    Experiment("soak", Soak, f"{_ROBUSTNESS}.soak", tables.soak, VLLM[:-1], fails=lambda row: row["problems"]),
+    Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
+)

@@ -1,0 +1,1 @@
+"""What is measured: a module each, whose `run` yields rows; their parameters are in `ragkv.evals.registry`."""

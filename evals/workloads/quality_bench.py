@@ -1,0 +1,331 @@
+"""What `ragkv eval quality` does with one example on an engine: full prefill, then every arm over the same tokens."""
+
+import asyncio
+import random
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from ragkv import models
+from ragkv.background import canary
+from ragkv.chunk_kv import ChunkKV
+from ragkv.config import Config
+from ragkv.engine.engine import Engine
+from ragkv.engine.task import ROOT_HASH, FuseTask, PrecomputeTask, Report, Span
+from ragkv.errors import ModelError
+from ragkv.evals import scores
+from ragkv.evals.arms import Arm
+from ragkv.evals.datasets import Dataset, Example
+from ragkv.evals.experiment import Row
+from ragkv.policies import FULL
+from ragkv.prompt import Prompt, PromptLayout
+from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.hashing import chunk_hash
+from ragkv.store.segment_store import SegmentStore
+
+MAX_CHUNKS, POOL_SIZE = 10, 24
+CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
+KEPT_BYTES = 24 << 30  # KV that coming examples need is kept up to this size, or half of the free disk
+GREEDY_TOKENS, GOLD_TOKENS = 16, 48
+
+LogProbs = npt.NDArray[np.float32]  # [tokens, vocabulary]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """examples: how many are run, from the first on. num_contexts: over how many a chunk's KV is averaged.
+    ttft_examples: on how many examples times are taken, one request at a time."""
+
+    examples: int = 50
+    num_contexts: int = 4
+    ttft_examples: int = 10
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What full prefill makes of an example. greedy and gold: the tokens along which drift is measured."""
+
+    greedy: list[int]
+    gold: list[int]
+    greedy_probs: LogProbs
+    gold_probs: LogProbs
+    answer: str
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What an arm makes of an example. ttft_ms: None where no times are taken."""
+
+    greedy_probs: LogProbs
+    gold_probs: LogProbs
+    report: Report
+    answer: str
+    ttft_ms: float | None
+
+
+class QualityBench:
+    """An engine and a store on which one data set is evaluated."""
+
+    def __init__(
+        self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: SegmentStore
+    ) -> None:
+        self._engine, self._config, self.dataset, self._settings = engine, config, dataset, settings
+        self._store = store
+        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.path).free // 2)
+        folder = models.resolve(config.model.name, config.home)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
+        self._kv = {
+            kind: ChunkKV(self._layout.anchor, "0" * 32, engine.kv_heads, num_contexts, kind)
+            for kind, num_contexts in (
+                ("anchor", 1),
+                ("random", settings.num_contexts),
+                ("near", settings.num_contexts),
+            )
+        }
+        self._pool: dict[str, list[int]] = {}  # random others
+        self._nearest: dict[str, list[str]] = {}
+        self._corpus: dict[str, list[int]] = {}
+
+    async def prepare(self, arms: Sequence[Arm], vectors: Path) -> None:
+        """Warm up, and get ready the chunks that averages see. vectors: the file that keeps the corpus' embeddings."""
+        kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
+        await self._kv["anchor"].precompute_anchor(self._engine, self._store)
+        if "random" in kinds:
+            examples = random.Random(0).sample(self.dataset.examples, min(POOL_SIZE, len(self.dataset.examples)))
+            self._pool = _by_hash(self._chunks(example)[0] for example in examples)
+            await self._kv["anchor"].precompute(self._engine, self._store, self._pool, {})
+        if "near" in kinds:
+            corpus = self.dataset.examples[: max(CORPUS_EXAMPLES, self._settings.examples)]
+            self._corpus = _by_hash(chunk for example in corpus for chunk in self._chunks(example))
+            self._nearest = await asyncio.to_thread(self._find_nearest, vectors)
+        await self._generate([*anchor, *anchor], None, max_tokens=2)
+
+    def _find_nearest(self, file: Path) -> dict[str, list[str]]:
+        if file.exists() and len(kept := np.load(file)) == len(self._corpus):
+            vectors = kept
+        else:
+            embedder = Embedder(models.resolve(self._config.index.embedder, self._config.home))
+            vectors = embedder.embed([self._tokenizer.decode(chunk) for chunk in self._corpus.values()])
+            np.save(file, vectors)
+        hashes, count = list(self._corpus), self._settings.num_contexts - 1
+        best = [np.argsort(-row)[: count + 1] for row in vectors @ vectors.T]
+        return {h: [hashes[j] for j in best[i] if j != i][:count] for i, h in enumerate(hashes)}
+
+    async def evaluate(self, example: Example, arms: Sequence[Arm], *, timed: bool) -> list[Row]:
+        """Return a row for each arm."""
+        chunks, prompt = self._fitted(example)
+        salt = uuid.uuid4().hex
+        baseline = await self._full_prefill(example, prompt, salt)
+        await self._precompute(_by_hash(chunks), {arm.kv for arm in arms})
+        tasks = [self._task(prompt, chunks, arm) for arm in arms]
+        fused = await self._fused(prompt, tasks, baseline, timed=timed)
+        return [self._row(example, prompt, arm, baseline, each) for arm, each in zip(arms, fused, strict=True)]
+
+    def _fitted(self, example: Example) -> tuple[list[list[int]], Prompt]:
+        """Return the chunks that fit the model's context, and the prompt."""
+        chunks = self._chunks(example)
+        question = self._layout.question_tokens(example.question)
+        other_tokens = len(self._layout.anchor) + len(question) + self.dataset.max_tokens + GOLD_TOKENS
+        while sum(map(len, chunks)) > self._engine.max_model_len - other_tokens:
+            chunks.pop()
+        return chunks, self._layout.assemble(chunks, question)
+
+    async def _full_prefill(self, example: Example, prompt: Prompt, salt: str) -> Baseline:
+        max_tokens = self.dataset.max_tokens
+        tokens, ttft_ms = await self._generate(
+            prompt.token_ids, None, max_tokens=max(GREEDY_TOKENS, max_tokens), salt=salt, ignore_eos=True
+        )
+        greedy = tokens[:GREEDY_TOKENS]
+        gold = self._encode(f"{' ' if self.dataset.cue else ''}{example.answers[0]}")[:GOLD_TOKENS]
+        full = FuseTask((), FULL)
+        (greedy_probs, gold_probs), _ = await self._engine.score(prompt.token_ids, full, (greedy, gold), salt)
+        return Baseline(greedy, gold, greedy_probs, gold_probs, self._text(tokens[:max_tokens]), ttft_ms)
+
+    async def _fused(
+        self, prompt: Prompt, tasks: Sequence[FuseTask], baseline: Baseline, *, timed: bool
+    ) -> list[Fused]:
+        salts = [uuid.uuid4().hex for _ in tasks]
+        drifts = [
+            await self._engine.score(prompt.token_ids, task, (baseline.greedy, baseline.gold), salt)
+            for task, salt in zip(tasks, salts, strict=True)
+        ]
+        answers = await asyncio.gather(  # after the blocks that were fused for the log-probabilities
+            *(
+                self._generate(prompt.token_ids, task, max_tokens=self.dataset.max_tokens, salt=salt)
+                for task, salt in zip(tasks, salts, strict=True)
+            )
+        )
+        fused = []
+        for task, (tokens, _), ((greedy_probs, gold_probs), report) in zip(tasks, answers, drifts, strict=True):
+            ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
+            fused.append(Fused(greedy_probs, gold_probs, report, self._text(tokens), ttft_ms))
+        return fused
+
+    def _row(self, example: Example, prompt: Prompt, arm: Arm, full: Baseline, fused: Fused) -> Row:
+        kl = np.concatenate(
+            [canary.kl(full.greedy_probs, fused.greedy_probs), canary.kl(full.gold_probs, fused.gold_probs)]
+        )
+        recomputed = sum(end - start for start, end in fused.report.tokens.recomputed_runs)
+        row = {
+            "example": example.id,
+            "arm": arm.label,
+            "policy": arm.policy.name,
+            "budget": {"none": 0.0, "full": 1.0}.get(arm.policy.name, arm.policy.budget),
+            "kv": arm.kv,
+            "kl": float(kl.mean()),
+            "agreement": float((fused.greedy_probs.argmax(1) == np.array(full.greedy)).mean()),
+            "gold_nll": _nll(fused.gold_probs, full.gold),
+            "gold_nll_full": _nll(full.gold_probs, full.gold),
+            "score": self._score(fused.answer, example),
+            "score_full": self._score(full.answer, example),
+            "word_f1": scores.word_f1(fused.answer, example.answers),
+            "word_f1_full": scores.word_f1(full.answer, example.answers),
+            "tokens": len(prompt.token_ids),
+            "recomputed_share": recomputed / prompt.chunk_ranges[-1][1],
+            "covered": fused.report.votes.covered,
+            "evenness": fused.report.votes.evenness,
+            "ttft_ms": fused.ttft_ms,
+            "baseline_ttft_ms": full.ttft_ms,
+        }
+        if example is self.dataset.examples[0]:  # for the report's picture of a prompt
+            row |= {
+                "pieces": [self._tokenizer.decode([token], skip_special_tokens=False) for token in prompt.token_ids],
+                "chunk_ranges": prompt.chunk_ranges,
+                "recomputed_runs": fused.report.tokens.recomputed_runs,
+                "answer": fused.answer,
+                "answer_full": full.answer,
+            }
+        return row
+
+    def chunk_hashes(self, example: Example) -> set[str]:
+        return set(map(chunk_hash, self._chunks(example)))
+
+    def forget(self, coming: Iterable[set[str]]) -> None:
+        """Delete the KV that no coming example needs; if the rest is too large, all of it but the pool's and the
+        anchor's.
+
+        coming: the hashes of the chunks of each.
+        """
+        anchor_hash = self._kv["anchor"].anchor_hash
+        always = {*self._pool, anchor_hash}
+        own = always.union(*coming)
+        seen = {other for chunk in own for other in self._nearest.get(chunk, ())}  # by averages, in one context
+        keys = self._store.keys()
+        needed = {k for k in keys if k.chunk_hash in own or (k.chunk_hash in seen and k.anchor_hash == anchor_hash)}
+        self._store.delete_keys(set(keys) - needed)
+        if self._store.stats().size_bytes >= self._kept_bytes:
+            self._store.delete(set(self._store.chunk_hashes()) - always)
+
+    def _chunks(self, example: Example) -> list[list[int]]:
+        """Return the token ids of each; long chunks are cut in pieces, as the indexer would."""
+        size, pieces = self._settings.chunk_tokens, []
+        for text in example.chunks:
+            tokens = self._encode(text)
+            if len(tokens) > 1.3 * size:
+                pieces += [tokens[i : i + size] for i in range(0, len(tokens), size)]
+            else:
+                pieces.append(tokens)
+        return pieces[:MAX_CHUNKS]
+
+    async def _precompute(self, chunks: dict[str, list[int]], kinds: set[str]) -> None:
+        """Precompute the example's KV of all kinds, and that of the chunks that its averages see."""
+        engine, store, once = self._engine, self._store, self._kv["anchor"]
+        if "alone" in kinds:
+            spans = [Span(0, len(chunk), h, ROOT_HASH) for h, chunk in chunks.items()]
+            missing = [span for span in spans if not store.contains(once.key(span))]
+            await asyncio.gather(*(engine.precompute(chunks[s.chunk_hash], PrecomputeTask(s)) for s in missing))
+        if "anchor" in kinds:
+            await once.precompute(engine, store, chunks, {})
+        if "random" in kinds:
+            pool = {h: once.span(h, len(chunk)) for h, chunk in self._pool.items()}
+            others = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
+            others = {h: [other for other in found if other.chunk_hash != h] for h, found in others.items()}
+            await self._kv["random"].precompute(engine, store, chunks, others)
+        if "near" in kinds:
+            seen = {other: self._corpus[other] for h in chunks for other in self._nearest[h]}
+            await once.precompute(engine, store, seen, {})
+            others = {h: [once.span(o, len(self._corpus[o])) for o in self._nearest[h]] for h in chunks}
+            await self._kv["near"].precompute(engine, store, chunks, others)
+
+    def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
+        hashes = list(map(chunk_hash, chunks))
+        if arm.kv != "alone":
+            return self._kv[arm.kv].task(prompt, hashes, arm.policy, self._store)
+        ranges = zip(hashes, prompt.chunk_ranges, strict=True)
+        spans = [Span(start, end, h, ROOT_HASH) for h, (start, end) in ranges]
+        return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)
+
+    async def _generate(
+        self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any
+    ) -> tuple[list[int], float]:
+        """Return the tokens and the TTFT in milliseconds."""
+        begin, ttft_ms, tokens = time.perf_counter(), 0.0, []
+        outputs = self._engine.generate(
+            token_ids, task, max_tokens=max_tokens, salt=salt or uuid.uuid4().hex, **sampling
+        )
+        async for output in outputs:
+            ttft_ms = ttft_ms or 1e3 * (time.perf_counter() - begin)
+            tokens += output.token_ids
+        return tokens, ttft_ms
+
+    def _score(self, answer: str, example: Example) -> float:
+        match self.dataset.score:
+            case "rouge-l":
+                return scores.rouge_l(answer, example.answers)
+            case "rouge-l-line":
+                return scores.rouge_l(scores.first_line(answer), example.answers)
+            case "token-f1":
+                return scores.token_f1(answer, example.answers, self._encode)
+            case _:
+                return scores.contains(answer, example.answers)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Decode up to the end that the model gave it: in the baseline, decoding continues after it."""
+        eos = self._layout.eos_token_id
+        end = list(tokens).index(eos) if eos is not None and eos in tokens else len(tokens)
+        text: str = self._tokenizer.decode(list(tokens[:end]))
+        return text
+
+
+def _by_hash(chunks: Iterable[list[int]]) -> dict[str, list[int]]:
+    return {chunk_hash(chunk): chunk for chunk in chunks}
+
+
+def _nll(rows: npt.NDArray[np.float32], tokens: Sequence[int]) -> float:
+    return -float(rows[np.arange(len(tokens)), list(tokens)].mean())
+
+
+@asynccontextmanager
+async def running(
+    config: Config, dataset: Dataset, settings: Settings, folder: Path
+) -> AsyncGenerator[QualityBench, None]:
+    """Start the configured model on a store in a temporary folder in `folder`; both are deleted afterwards.
+
+    Raises ModelError for a model that can't be loaded or fused.
+    """
+    model = models.resolve(config.model.name, config.home)
+    with tempfile.TemporaryDirectory(prefix="ragkv-quality-", dir=folder) as store:
+        engine = await Engine.start(model, config.model, Path(store), "0" * 32, config.store.options())
+        try:
+            if engine.unsupported:
+                raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
+            yield QualityBench(engine, config, dataset, settings, SegmentStore(Path(store)))
+        finally:
+            await engine.close()
