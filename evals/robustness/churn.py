@@ -154,7 +154,7 @@ def _left_behind(config: Config, home: Path, seen: Seen) -> list[str]:
     """Return what doesn't hold of a home that nobody uses any more."""
     left = Home(home)
     with left.open_catalog() as catalog, closing(left.open_store()) as store:
-        problems = [f"after {seen.kills} kills: {problem}" for problem in store.verify().problems]
+        problems = [f"after {seen.kills} kills: {problem}" for problem in store.admin.verify().problems]
         stored = set(store.chunk_hashes(evicted=config.store.disk_gib is not None))
         for name, is_present in seen.indexed.items():
             document = str((home / "documents" / name).resolve())

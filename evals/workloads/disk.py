@@ -63,7 +63,7 @@ def _measure(folder: Path, record_bytes: int, wanted: Store) -> Row:
     pooled = SegmentStore(folder / "kv", memory_bytes=2 * total_bytes)
     try:
         row["write"] = _mb_s(lambda: write(store), size)
-        file, target, source = store.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
+        file, target, source = store.admin.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
         parts = target.view(num_chunks, _LAYERS, 2, *shape)
         copies = [[(part[0], part[1]) for part in chunk] for chunk in parts]
         pooled.touch(keys)
@@ -71,7 +71,7 @@ def _measure(folder: Path, record_bytes: int, wanted: Store) -> Row:
         seen: dict[str, list[float]] = {}
         for _ in range(wanted.repeats):
             order.shuffle(keys)
-            store.drop_cached(keys)
+            store.admin.drop_cached(keys)
             ways: dict[str, Callable[[], object]] = {
                 "cold": lambda: _read(store, keys),
                 "warm": lambda: _read(store, keys),
@@ -87,7 +87,7 @@ def _measure(folder: Path, record_bytes: int, wanted: Store) -> Row:
         row |= {way: median(values) for way, values in seen.items() if values}
         if num_rounds := round(wanted.churn * num_chunks):
             row["churn"] = _mb_s(lambda: _churn(store, keys, layers, order, num_rounds), size / num_chunks * num_rounds)
-        stats = store.stats()
+        stats = store.admin.stats()
         row["file_mib"], row["record_mib"] = stats.file_bytes / (1 << 20), stats.size_bytes / (1 << 20)
     finally:
         pooled.close()

@@ -83,7 +83,7 @@ class QualityBench:
     ) -> None:
         self._engine, self._config, self.dataset, self._settings = engine, config, dataset, settings
         self._store = store
-        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.path).free // 2)
+        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.disk.path).free // 2)
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
@@ -226,7 +226,7 @@ class QualityBench:
         keys = self._store.keys()
         needed = {k for k in keys if k.chunk_hash in own or (k.chunk_hash in seen and k.anchor_hash == anchor_hash)}
         self._store.delete_keys(set(keys) - needed)
-        if self._store.stats().size_bytes >= self._kept_bytes:
+        if self._store.admin.stats().size_bytes >= self._kept_bytes:
             self._store.delete(set(self._store.chunk_hashes()) - always)
 
     def _chunks(self, example: Example) -> list[list[int]]:

@@ -45,7 +45,7 @@ async def run(config: Config, wanted: Swap, progress: Progress) -> AsyncIterator
     """Yield a row for each combination as soon as it is known."""
     policy = Policy.of(config.answer.policy, config.answer.budget)
     for bandwidth in wanted.bandwidths:
-        async with rig(config, 1, {**config.store.options(), "read_mib_s": bandwidth}) as on:
+        async with rig(config, 1, config.store.options(), **_slow_disk(bandwidth)) as on:
             for chunk_tokens in wanted.chunk_tokens:
                 bench = on.bench(chunk_tokens)
                 profile = await measure(bench, on.kv, policy, on.store, on.engine.max_model_len)
@@ -61,6 +61,13 @@ async def run(config: Config, wanted: Swap, progress: Progress) -> AsyncIterator
                         arm = dict(zip(_ARMS, (bandwidth, share, near, chunk_tokens, batch), strict=True))
                         progress.update(f"{num_tokens} tokens, {share:.0%} stored")
                         yield {**arm, "model": config.model.name, **await case.measure(wanted.repeats)}
+
+
+def _slow_disk(mib_s: float | None) -> dict[str, Any]:
+    """Return vLLM's arguments for a store that reads at this bandwidth."""
+    if mib_s is None:
+        return {}
+    return {"worker_extension_cls": "ragkv.evals.slow_disk.SlowDiskWorker", "additional_config": {"read_mib_s": mib_s}}
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class _Case:
         while num_rounds < 1 + repeats or time.perf_counter() - begin < _LEAST_S:
             num_rounds += 1
             for name, collected in times.items():
-                self.store.drop_cached(self.far)
+                self.store.admin.drop_cached(self.far)
                 request: FuseTask | None = self.task if name == "fuse" else None
                 if name == "controller":
                     found, request = plan_task(self.profile, num_tokens, self.task, self.kv, self.store)

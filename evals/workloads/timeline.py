@@ -87,7 +87,7 @@ class Residency:
         self._chunks: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # address, bytes, first page of each layer
         self.sizes = [0] * num_layers
         for key in keys:
-            locations = [store.locate(key, layer) for layer in range(num_layers)]  # one after the other
+            locations = [store.admin.locate(key, layer) for layer in range(num_layers)]  # one after the other
             (path, first, _), (_, last, length) = locations[0], locations[-1]
             pages = np.array([(offset - first) // mmap.PAGESIZE for _, offset, _ in locations])
             address = self._map(path).ctypes.data + first
@@ -130,7 +130,7 @@ async def run(config: Config, wanted: Wanted, progress: Progress) -> AsyncIterat
         timelines = {}
         for name in ("memory", "disk"):
             if name == "disk":
-                on.store.drop_cached(keys)
+                on.store.admin.drop_cached(keys)
             timelines[name] = await _watched(bench.ask(prompt, task), residency)
     num_tokens, policy = len(prompt.token_ids), wanted.policy.label
     _draw(timelines, f"{num_tokens:,} tokens, {policy}, {config.model.name} in {config.model.dtype}", wanted.out)

@@ -32,8 +32,8 @@ async def run(config: Config, wanted: Ttft, progress: Progress) -> AsyncIterator
         def drop(task: FuseTask) -> None:
             keys = [key for key in map(on.kv.key, task.spans) if on.store.contains(key)]
             for key in keys:  # the worker doesn't take from its memory what is written anew
-                on.store.put_records(key, on.store.records(key) or [])
-            on.store.drop_cached(keys)
+                on.store.put_records(key, on.store.admin.records(key) or [])
+            on.store.admin.drop_cached(keys)
 
         model = {"model": config.model.name, "random_weights": wanted.random_weights, "dtype": config.model.dtype}
         for num_tokens in wanted.tokens:
