@@ -77,40 +77,10 @@ class Engine:
 
         store_options: of `SegmentStore`. engine_args: passed to vLLM as they are. Raises ModelError.
         """
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # A fork would carry open databases with it, and hang where OpenMP was used (vLLM itself spawns on CPU only).
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        arguments = _arguments(model, config, store, fingerprint, dict(store_options or {}))
         from vllm import AsyncEngineArgs
-        from vllm.config import KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        transfer = KVTransferConfig(
-            kv_connector="RagKVConnector",
-            kv_connector_module_path=_CONNECTOR_MODULE,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "store": str(store),
-                "store_options": dict(store_options or {}),
-                "fingerprint": fingerprint,
-                "kernels": config.kernels,
-            },
-        )
-        arguments: dict[str, Any] = {
-            "model": str(model),
-            "dtype": config.dtype,
-            "max_model_len": config.max_model_len,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enforce_eager": not config.compile,
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension",
-            "kv_transfer_config": transfer,
-        }
         try:
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **engine_args}))
             (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
@@ -236,3 +206,41 @@ async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
         return task.result()
     finally:
         task.cancel()
+
+
+def _arguments(
+    model: Path, config: ModelConfig, store: Path, fingerprint: str, store_options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments, and set the environment variables that vLLM reads besides."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # A fork would carry open databases with it, and hang where OpenMP was used (vLLM itself spawns on CPU only).
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="RagKVConnector",
+        kv_connector_module_path=_CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "store": str(store),
+            "store_options": store_options,
+            "fingerprint": fingerprint,
+            "kernels": config.kernels,
+        },
+    )
+    return {
+        "model": str(model),
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": not config.compile,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension",
+        "kv_transfer_config": transfer,
+    }
