@@ -27,9 +27,11 @@ demo: models  ## Index this project's documents and ask a question, with and wit
 docs: setup  ## Rewrite the table of settings in docs/configuration.md
 	.venv/bin/python docs/settings.py
 
-lint: setup  ## Format, lint and types
+lint: setup  ## Format, lint, dependencies and types
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
+	.venv/bin/deptry .
+	.venv/bin/deptry ragkv kernels store retriever --optional-dependencies-dev-groups dev,eval
 	.venv/bin/mypy
 
 check: lint  ## The same, and the fast tests
