@@ -1,9 +1,9 @@
 """Fits a conversation into the model's context: which chunks stand before which of its questions.
 
 A turn's prompt begins with the prompt and the answer of the turn before, whose KV vLLM may still have. So chunks stay
-where they are, and a chunk found again isn't repeated, until the context is full: then the chunks of all earlier turns
-go at once, and where that isn't enough, the oldest turns. What is dropped depends on the conversation alone, so that
-the next turn drops the same.
+where they are, and a chunk that is a hit again isn't repeated, until the context is full: then the chunks of all
+earlier turns are dropped at once, and where that isn't enough, the oldest turns. What is dropped depends on the
+conversation alone, so that the next turn drops the same.
 """
 
 import hashlib
@@ -18,23 +18,26 @@ from ragkv.retriever.retriever import Hit
 
 @dataclass(frozen=True)
 class Fitted:
-    """The prompt, the chunks in it by their place, and those of the last question, which may stand before others."""
+    """A prompt that fits. hits: its chunks, in order. question_hits: the last question's, wherever they stand."""
 
     prompt: Prompt
     hits: list[Hit]
-    found: list[Hit]
+    question_hits: list[Hit]
 
 
-def fit(layout: PromptLayout, conversation: Conversation, found: Sequence[Sequence[Hit]], room: int) -> Fitted:
-    """found: for each question of the conversation, best first. room: tokens of the prompt; anchor, instruction and the
-    last question must fit by themselves."""
+def fit(layout: PromptLayout, conversation: Conversation, retrieved: Sequence[Sequence[Hit]], room: int) -> Fitted:
+    """Lay out the longest prompt of a conversation that fits into `room` tokens.
+
+    retrieved: the hits of each question of the conversation, best first. Anchor, instruction and the last question must
+    fit by themselves.
+    """
     own = layout.instruction_tokens(conversation.instruction)
     asked = [layout.question_tokens(question) for question in conversation.questions]
     answered = [layout.question_tokens(turn.question, turn.answer) for turn in conversation.turns]
     room -= len(layout.anchor) + len(own)
     placed: list[list[Hit]] = []
     first = 0  # the oldest turn that is left
-    for i, hits in enumerate(found):
+    for i, hits in enumerate(retrieved):
         text = sum(map(len, answered[first:i])) + len(asked[i])
         new = _without(hits, placed)
         if i and text + _size([*placed, new]) > room:
@@ -49,17 +52,17 @@ def fit(layout: PromptLayout, conversation: Conversation, found: Sequence[Sequen
     tokens = [*answered[first:], asked[-1]]
     tokens[0] = [*own, *tokens[0]]
     turns = [([hit.chunk.token_ids for hit in hits], t) for hits, t in zip(placed[first:], tokens, strict=True)]
-    left_out = {hit.chunk.chunk_hash for hit in _without(found[-1], placed)}
+    left_out = {hit.chunk.chunk_hash for hit in _without(retrieved[-1], placed)}
     return Fitted(
         layout.converse(turns),
         [hit for hits in placed for hit in hits],
-        [hit for hit in found[-1] if hit.chunk.chunk_hash not in left_out],
+        [hit for hit in retrieved[-1] if hit.chunk.chunk_hash not in left_out],
     )
 
 
 def _without(hits: Sequence[Hit], placed: Sequence[Sequence[Hit]]) -> list[Hit]:
-    there = {hit.chunk.chunk_hash for turn in placed for hit in turn}
-    return [hit for hit in hits if hit.chunk.chunk_hash not in there]
+    present = {hit.chunk.chunk_hash for turn in placed for hit in turn}
+    return [hit for hit in hits if hit.chunk.chunk_hash not in present]
 
 
 def _size(placed: Sequence[Sequence[Hit]]) -> int:
@@ -67,10 +70,10 @@ def _size(placed: Sequence[Sequence[Hit]]) -> int:
 
 
 class ConversationSalts:
-    """Under which salt vLLM caches the KV of the conversations that may go on.
+    """The salts under which vLLM caches the KV of conversations that may continue.
 
     Fused KV was made for one question, so that only the conversation that asked it may build upon it: the first that
-    goes on takes the salt with it. Losing one costs time only.
+    continues takes the salt with it. Losing one costs time only.
     """
 
     def __init__(self, size: int = 4096) -> None:
@@ -79,7 +82,7 @@ class ConversationSalts:
         self._size = size
 
     def take(self, turns: Sequence[Turn], *context: object) -> str | None:
-        """The salt of the conversation that came to these turns in this context."""
+        """Take out the salt of the conversation that came to these turns in this context."""
         salt = self._salts.pop(_key(turns, context), None)
         if salt is not None:
             self._taken[salt] = None
@@ -88,8 +91,11 @@ class ConversationSalts:
         return salt
 
     def keep(self, salt: str, turns: Sequence[Turn], *context: object, inherited: bool) -> None:
-        """inherited: whether `take` gave it to this very conversation. Who asks a first question again has the salt of
-        the one that went on from it, and must not go on with it."""
+        """Keep the salt of a conversation for its next turn. inherited: whether `take` gave it to this conversation.
+
+        Whoever asks a first question again gets the salt of the conversation that continued from it, and must not
+        continue under it.
+        """
         if salt in self._taken and not inherited:
             return
         self._salts[_key(turns, context)] = salt
@@ -98,13 +104,13 @@ class ConversationSalts:
 
 
 def _key(turns: Sequence[Turn], context: Sequence[object]) -> str:
-    """Clients may strip what they were given."""
+    # Clients may strip the answers that they were given.
     said = [(turn.question.strip(), turn.answer.strip()) for turn in turns]
     return hashlib.blake2b(repr((said, context)).encode(), digest_size=16).hexdigest()
 
 
 def in_one_turn(conversation: Conversation) -> Conversation:
-    """The same as one question, for models whose template can't put turns behind each other."""
+    """Return a conversation as one question, for models whose template can't put turns after each other."""
     said = [f"Question: {turn.question}\nAnswer: {turn.answer}" for turn in conversation.turns]
     question = "\n".join([*said, f"Question: {conversation.question}"])
     return Conversation(question, (), conversation.instruction)

@@ -18,7 +18,7 @@ class ModelError(RagKVError):
 
 
 class EngineStoppedError(RagKVError):
-    """vLLM has ended, with the request that was being worked on."""
+    """vLLM has ended, and with it the request in work."""
 
 
 class StoreError(RagKVError):
@@ -26,11 +26,11 @@ class StoreError(RagKVError):
 
 
 class BusyError(StoreError):
-    """Something else is changing the store; the same can be done later."""
+    """Another process is changing the store; try again later."""
 
 
 class OverloadedError(RagKVError):
-    """More is asked for than can be taken now. retry_after_s: when it may go again."""
+    """More requests than can be taken now. retry_after_s: how long to wait before the next try."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -38,17 +38,17 @@ class OverloadedError(RagKVError):
 
 
 class QuotaError(RagKVError):
-    """More than somebody may have of it."""
+    """A tenant is over its quota."""
 
 
 class DeadlineError(RagKVError):
-    """An answer that took longer than it was given."""
+    """An answer that took longer than its timeout."""
 
 
 class ContextTooLongError(RagKVError):
     """A prompt that doesn't fit into the model's context.
 
-    num_tokens: how long the part is that can't be shortened, the question; limit: how long it may be.
+    num_tokens: the length of the question, which can't be shortened; limit: the length that would fit.
     """
 
     def __init__(self, message: str, num_tokens: int, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""One request being generated: its tokens as they come, and what its answer says when it has ended."""
+"""One request being generated: its tokens as they come, and its answer when it has ended."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -55,7 +55,7 @@ class Generation:
     def answer(self, sources: list[Source], origins: TokenOrigins | None, unsupported: str | None) -> Answer:
         """Put the finished answer together. unsupported: why the model's KV can't be fused, None if it can."""
         request, now = self._request, time.perf_counter()
-        missing = missing_kv(len(request.missing), len(request.wanted.spans)) if request.missing else None
+        missing = missing_kv(len(request.missing), len(request.requested.spans)) if request.missing else None
         answer = Answer(
             self.text,
             sources,
@@ -89,6 +89,6 @@ class Generation:
 
 
 def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -> TokenOrigins:
-    """Say of each prompt token where its KV came from, and which of the answer's sources it belongs to."""
-    positions = {hit.chunk.chunk_hash: i for i, hit in enumerate(request.fitted.found)}
+    """Return where the KV of each prompt token came from, and which of the answer's sources the token belongs to."""
+    positions = {hit.chunk.chunk_hash: i for i, hit in enumerate(request.fitted.question_hits)}
     return TokenOrigins(token_texts, runs_of(request.prompt, output, list(map(positions.get, request.chunk_hashes))))

@@ -20,7 +20,7 @@ from ragkv.retriever.catalog import Catalog
 from ragkv.store.segment_store import SegmentStore
 
 # Rows of the catalogue: how many contexts a chunk is precomputed in, and the hash of the anchor before it.
-CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
+NUM_CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
 _MODEL_SETTING, _EMBEDDER_SETTING = "model", "embedder"
 
 

@@ -1,4 +1,4 @@
-"""The whole flow in one place: `ingest()` turns documents into stored KV, `answer()` turns a question into text.
+"""The whole flow: `ingest()` turns documents into stored KV, `answer()` turns a question into text.
 
 document -read-> text -chunk-> chunks -precompute-> KV -put-> store
 question -embed-> search -> chunks -get-> KV -fuse-> paged KV -decode-> answer
@@ -21,15 +21,15 @@ from ragkv.background.restore import RESTORE_EVENTS, KVRestorer
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import ProfileFile, profile_machine
-from ragkv.conversation import fit, in_one_turn
+from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
 from ragkv.generation import Generation, origins_of
 from ragkv.index.indexer import Indexer
 from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
-from ragkv.retriever.retriever import Hit, merged
 from ragkv.routing import Request, Router
+from ragkv.search import Search
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Workspace
 
@@ -39,18 +39,15 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """One tenant's documents and a running model. Many tasks of one event loop may use it at a time.
 
-    indexer and catalog change and list the tenant's own documents; the documents of other tenants that it may read are
-    searched too.
+    indexer and catalog change and list the tenant's own documents. Answers also come from the documents of other
+    tenants that it may read.
     """
 
     def __init__(self, workspace: Workspace, tenant: str = MAIN) -> None:
         self.workspace, self.tenant, self._siblings = workspace, tenant, list[Pipeline]()
         self.config = config = workspace.config
-        reads = config.tenants[tenant].reads if tenant in config.tenants else []
-        self._corpora = {corpus.catalog.scope: corpus for corpus in map(workspace.corpus, (tenant, *reads))}
         own = workspace.corpus(tenant)
-        self.catalog, self.indexer = own.catalog, Indexer(workspace, own)
-        self._retrievers = [workspace.retriever(corpus) for corpus in self._corpora.values()]
+        self.catalog, self.indexer, self._search = own.catalog, Indexer(workspace, own), Search(workspace, tenant)
         self._restorer = KVRestorer(self._precompute_again, workspace.idle)
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
         self._router = Router(workspace, tenant)
@@ -70,9 +67,9 @@ class Pipeline:
         start: bool = True,
         tenant: str = MAIN,
     ) -> "Pipeline":
-        """Check the home and its models, then load them (half a minute). `report` gets a line for each step.
+        """Check the home and its models, then load them (half a minute). `report` is called with a line for each step.
 
-        start: start vLLM at once; otherwise with the first work that needs it. Raises ModelError for a missing model,
+        start: whether to start vLLM now, or with the first work that needs it. Raises ModelError for a missing model,
         StoreError for a home of another model or version, before vLLM starts.
         """
         pipeline = cls(Workspace(config, report), tenant)
@@ -122,15 +119,11 @@ class Pipeline:
         Closing the generator frees everything. Raises ContextTooLongError if the question alone doesn't fit.
         """
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
-        layout = self.workspace.layout
         with self.workspace.idle.answering():
             engine = await self.workspace.start()
             begun_at = time.perf_counter()
-            shown = conversation if layout.takes_turns or not conversation.turns else in_one_turn(conversation)
-            layout.check_question(shown.question, shown.instruction, options.max_tokens, engine.max_model_len)
-            hits = await self._search(conversation.questions, options.top_k)
-            fitted = fit(layout, shown, hits[-len(shown.questions) :], engine.max_model_len - options.max_tokens)
-            sources = self._sources(fitted.found)
+            fitted = await self._retrieve(conversation, options, engine.max_model_len)
+            sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
             request = self._router.route(conversation, options, fitted, engine)
             generation = Generation(request, options, begun_at)
@@ -140,10 +133,18 @@ class Pipeline:
             await self._settle(conversation, options, request, generation)
             yield self._answer(options, request, generation, sources)
 
+    async def _retrieve(self, conversation: Conversation, options: AnswerOptions, max_model_len: int) -> Fitted:
+        """Search for the chunks of each question, and fit them and the conversation into the model's context."""
+        layout = self.workspace.layout
+        shown = conversation if layout.takes_turns or not conversation.turns else in_one_turn(conversation)
+        layout.check_question(shown.question, shown.instruction, options.max_tokens, max_model_len)
+        hits = await self._search.hits(conversation.questions, options.top_k)
+        return fit(layout, shown, hits[-len(shown.questions) :], max_model_len - options.max_tokens)
+
     async def _settle(
         self, asked: Conversation, options: AnswerOptions, request: Request, generation: Generation
     ) -> None:
-        """Keep what the next request can use, and have done in idle time what this one showed to be missing."""
+        """Keep what the next request can use, and leave to idle time what this one showed to be missing."""
         report = generation.output.report
         if options.hint is not None:
             await self._hint(request.chunk_hashes, options.hint)
@@ -165,10 +166,10 @@ class Pipeline:
 
     async def search(self, question: str, top_k: int) -> list[Source]:
         """Return the chunks that would be retrieved for a question, best first."""
-        return self._sources((await self._search([question], top_k))[-1])
+        return self._search.sources((await self._search.hits([question], top_k))[-1])
 
     async def profile(self, report: Callable[[str], None] = lambda line: None, *, anew: bool = False) -> Profile | None:
-        """Return what requests take on this machine: as measured before, or measured now (a minute at most).
+        """Return how long requests take on this machine: from an earlier measurement, or measured now (a minute).
 
         None where the controller has nothing to choose: a model that isn't fused, or a policy without reuse. Raises
         StoreError if there is no space for the chunks that are precomputed for it, which are deleted afterwards.
@@ -188,13 +189,13 @@ class Pipeline:
 
     @property
     def defaults(self) -> AnswerConfig:
-        """The settings of a request that gives none: as configured, but the canary may have raised the budget."""
+        """The configured defaults of a request; the canary may have raised the budget."""
         answer, budget = self.config.answer, self.canary.budget
         return answer if budget is None else answer.model_copy(update={"budget": budget})
 
     @property
     def fallback(self) -> str | None:
-        """Why this model's KV can't be fused, None if it can: as found when vLLM last started on this home."""
+        """Why this model's KV can't be fused, None if it can: as found when vLLM last started."""
         return self.workspace.fallback
 
     @property
@@ -207,37 +208,9 @@ class Pipeline:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """What the store holds, of all tenants."""
+        """The store's contents, those of all tenants together."""
         in_memory = len(self.workspace.engine.in_memory) if self.workspace.engine else 0
         return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory}
-
-    async def _search(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """Search for each question, with regard to those before it."""
-        settings = self.config.retrieval
-        by_rank = settings.mode != "vector" or settings.reranker is not None
-
-        def search() -> list[list[Hit]]:
-            return [
-                merged([each.search(text, top_k, questions[:i]) for each in self._retrievers], top_k, by_rank=by_rank)
-                for i, text in enumerate(questions)
-            ]
-
-        return await asyncio.to_thread(search)
-
-    def _sources(self, hits: Sequence[Hit]) -> list[Source]:
-        titles = {
-            (scope, id): title
-            for scope, corpus in self._corpora.items()
-            for id, title in corpus.catalog.titles({h.chunk.document_id for h in hits if h.scope == scope}).items()
-        }
-        return [
-            Source(
-                c.document_id, titles.get((hit.scope, c.document_id), ""), c.id, c.ordinal, hit.score, c.text, corpus
-            )
-            for hit in hits
-            for c, tenant in ((hit.chunk, self._corpora[hit.scope].tenant),)
-            for corpus in (tenant if tenant != self.tenant else None,)
-        ]
 
     async def _score(self, sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return the log-probabilities of a sample's tokens after full prefill, and after its own fusion."""
@@ -248,7 +221,7 @@ class Pipeline:
 
     async def _precompute_again(self, chunk_hash: str) -> bool:
         """Restore the KV of a chunk, also of a tenant whose documents are searched too."""
-        for corpus in self._corpora.values():
+        for corpus in self._search.corpora.values():
             if await Indexer(self.workspace, corpus).precompute_again(chunk_hash):
                 return True
         return False
@@ -256,5 +229,5 @@ class Pipeline:
     async def _hint(self, chunk_hashes: Sequence[str], hint: Hint) -> None:
         try:
             await asyncio.to_thread(self.workspace.store.hint, chunk_hashes, hint)
-        except StoreError as error:  # the answer is there all the same
+        except StoreError as error:  # the answer is finished all the same
             logger.warning("a hint isn't kept: %s", error)

@@ -1,4 +1,4 @@
-"""What a question becomes before vLLM sees it: one `Request`, made in one place.
+"""Turns a fitted question into a `Request` for vLLM.
 
 Knows which chunks have KV, which way answers sooner (`ragkv.controller`), and who may share vLLM's prefix cache. Knows
 nothing about retrieval or generation.
@@ -26,15 +26,15 @@ from ragkv.workspace import Workspace
 class Request:
     """One question, ready for the engine.
 
-    fitted: the prompt and the hits in it. wanted: the task that fuses all of its chunks. task: what the worker gets;
-    None where vLLM prefills everything itself. policy: the one that will be used. plan: the controller's choice, None
-    if it wasn't asked. salt: separates vLLM's prefix cache; None shares it. continues: whether the salt is that of the
-    conversation's turn before. missing: chunk hashes without KV that no worker will report. without_mean: chunk hashes
-    that have KV of one context only.
+    fitted: the prompt and the hits in it. requested: the task that fuses all of its chunks. task: the one that the
+    worker gets; None where vLLM prefills everything itself. policy: the one that will be used. plan: the controller's
+    choice, None if it wasn't asked. salt: separates vLLM's prefix cache; None shares it. continues: whether the salt is
+    that of the conversation's turn before. missing: hashes of chunks without KV that no worker will report.
+    without_mean: hashes of chunks that have KV of one context only.
     """
 
     fitted: Fitted
-    wanted: FuseTask
+    requested: FuseTask
     task: FuseTask | None
     policy: Policy
     plan: Plan | None
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def chunk_hashes(self) -> list[str]:
-        """The chunks of the prompt, in its order."""
+        """The hashes of the prompt's chunks, in its order."""
         return [hit.chunk.chunk_hash for hit in self.fitted.hits]
 
 
@@ -65,23 +65,23 @@ class Router:
         """Decide how a fitted question is answered."""
         store, kv = self._workspace.store, self._workspace.chunk_kv(engine)
         hashes = [hit.chunk.chunk_hash for hit in fitted.hits]
-        wanted = kv.task(fitted.prompt, hashes, options.policy, store)
+        requested = kv.task(fitted.prompt, hashes, options.policy, store)
         inherited = self._salts.take(asked.turns, *_context(asked, options)) if self._may_continue(options) else None
-        task: FuseTask | None = wanted
+        task: FuseTask | None = requested
         chosen: Plan | None = None
         if self.profile is not None and inherited is None and options.policy.is_like(self.profile.policy):
-            chosen, task = plan_task(self.profile, len(fitted.prompt.token_ids), wanted, kv, store, engine.in_memory)
+            chosen, task = plan_task(self.profile, len(fitted.prompt.token_ids), requested, kv, store, engine.in_memory)
         policy = FULL if task is None else options.policy
         return Request(
             fitted=fitted,
-            wanted=wanted,
+            requested=requested,
             task=task,
             policy=policy,
             plan=chosen,
             salt=inherited or self._salt(fitted.prompt, policy, options),
             continues=inherited is not None,
-            missing=() if task else tuple(s.chunk_hash for s in wanted.spans if not store.contains(kv.key(s))),
-            without_mean=tuple(kv.without_mean(wanted)),
+            missing=() if task else tuple(s.chunk_hash for s in requested.spans if not store.contains(kv.key(s))),
+            without_mean=tuple(kv.without_mean(requested)),
         )
 
     def keep(self, request: Request, asked: Conversation, options: AnswerOptions, answer: str) -> None:
@@ -91,12 +91,15 @@ class Router:
             self._salts.keep(request.salt, turns, *_context(asked, options), inherited=request.continues)
 
     def _may_continue(self, options: AnswerOptions) -> bool:
-        """Whether vLLM may still have the KV of the turns before."""
+        """Return whether vLLM may still have the KV of the turns before."""
         return self._workspace.layout.takes_turns and not options.fresh
 
     def _salt(self, prompt: Prompt, policy: Policy, options: AnswerOptions) -> str | None:
-        """Name who may share the prompt's KV: fused KV is an approximation, shared only by requests that would compute
-        the same one; a tenant's is no other's, for the time of a hit could reveal it."""
+        """Return the salt that only those requests have that may share the prompt's KV in vLLM's prefix cache.
+
+        Fused KV is an approximation, shared only by requests that would compute the same one. Tenants share none: how
+        long a request takes could reveal what another tenant has asked.
+        """
         if options.fresh:
             return f"fresh-{uuid.uuid4().hex}"
         own = "" if self._tenant == MAIN else f"-{self._tenant}"
@@ -134,5 +137,5 @@ def plan_task(
 
 
 def _context(asked: Conversation, options: AnswerOptions) -> tuple[str, int, str]:
-    """What a conversation's KV depends on besides its turns."""
+    """Return what a conversation's KV depends on besides its turns."""
     return options.policy.label, options.top_k, asked.instruction

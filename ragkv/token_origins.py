@@ -1,4 +1,4 @@
-"""Where the KV of each token of a prompt came from: what a worker's report says of it, added up or drawn."""
+"""Where the KV of each token of a prompt came from, by a worker's report: as counts, or as runs of tokens."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,7 +9,7 @@ from ragkv.prompt import Prompt
 
 
 def usage_of(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> Usage:
-    """vLLM itself computes the prompt's last token, whatever was fused before it."""
+    """Count the tokens of a request. vLLM itself computes the prompt's last one, whatever was fused before it."""
     num_tokens, report = len(prompt.token_ids), output.report
     if report is None or report.failed:
         prefix = 0 if report else output.num_cached_tokens
@@ -20,7 +20,7 @@ def usage_of(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -
 
 
 def runs_of(prompt: Prompt, output: EngineOutput, sources: Sequence[int | None]) -> list[Run]:
-    """sources: for each chunk of the prompt, which of the answer's sources it is."""
+    """Return runs that cover the prompt. sources: for each of its chunks, the index in the answer's sources."""
     num_tokens, report = len(prompt.token_ids), output.report
     kinds: list[Kind] = ["computed"] * num_tokens
     belongs: list[int | None] = [None] * num_tokens

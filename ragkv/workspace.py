@@ -11,7 +11,7 @@ from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
-from ragkv.home import CONTEXTS_SETTING, Home, Owner
+from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.embedder import Embedder
@@ -21,17 +21,15 @@ from ragkv.retriever.reranker import Reranker
 from ragkv.retriever.retriever import Retriever
 from ragkv.store.segment_store import SegmentStore
 
-_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
-
-
 if TYPE_CHECKING:
     from ragkv.retriever.keywords import KeywordIndex
 
+_UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 logger = logging.getLogger(__name__)
 
 
 class Corpus:
-    """One tenant's documents, open: their catalogue and the indexes of their vectors and, if wanted, their words."""
+    """One tenant's documents, open: their catalogue, the index of their vectors and, in hybrid mode, of their words."""
 
     def __init__(self, home: Home, tenant: str, config: RetrievalConfig) -> None:
         self.tenant = tenant
@@ -45,12 +43,11 @@ class Corpus:
 
 
 class Workspace:
-    """Opens a home, after checking that it belongs to the configured models, and loads the embedder. vLLM starts with
-    the first work that needs it.
+    """An open home that was checked to belong to the configured models, with the embedder and, once needed, vLLM.
 
-    engine: None until then. precomputing: held by who precomputes chunks for documents that are in no catalogue yet,
-    and by who deletes what no catalogue has. Raises ModelError for a missing model, StoreError for a home of another
-    model or version.
+    engine: None until vLLM has started. precomputing: a lock for precomputing chunks of documents that are in no
+    catalogue yet, and for deleting KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
+    a home of another model or version.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -76,18 +73,18 @@ class Workspace:
         self._starting = asyncio.Lock()
 
     def corpus(self, tenant: str) -> Corpus:
-        """The same object each time. Raises ConfigError for a name that can't be a tenant's."""
+        """Open a tenant's documents, or return them if they are open. Raises ConfigError for a name that is none."""
         if tenant not in self._corpora:
             self._corpora[tenant] = Corpus(self.home, tenant, self.config.retrieval)
         return self._corpora[tenant]
 
     def retriever(self, corpus: Corpus) -> Retriever:
-        """A new one: what it remembers of questions is its user's."""
+        """Make a retriever. Each user needs its own, since it remembers questions."""
         candidates = self.config.retrieval.candidates
         return Retriever(corpus.catalog, corpus.index, self.embedder, corpus.keywords, self._reranker, candidates)
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
-        """Start vLLM, if it isn't running, or no longer."""
+        """Start vLLM, unless it is running, and return it."""
         async with self._starting:
             if self.engine is not None and not self.engine.is_ready:
                 logger.error("vLLM has ended; starting it again")
@@ -117,7 +114,7 @@ class Workspace:
 
     @property
     def fallback(self) -> str | None:
-        """Why this model's KV can't be fused, None if it can: as found out when vLLM last started on this home."""
+        """Why this model's KV can't be fused, None if it can: as found when vLLM last started on this home."""
         return self.main.catalog.get_setting(_UNSUPPORTED_SETTING) or None
 
     @property
@@ -125,5 +122,5 @@ class Workspace:
         return self.fallback is None
 
     def chunk_kv(self, engine: Engine) -> ChunkKV:
-        num_contexts = int(self.main.catalog.get_setting(CONTEXTS_SETTING) or 1)
+        num_contexts = int(self.main.catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
         return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, num_contexts)

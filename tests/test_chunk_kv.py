@@ -20,10 +20,10 @@ class Recorder:
     max_model_len = 100
 
     def __init__(self, store, kv):
-        self._store, self._kv, self.num_captures = store, kv, 0
+        self._store, self._kv, self.num_precomputed = store, kv, 0
 
     async def precompute(self, token_ids, task):
-        self.num_captures += 1
+        self.num_precomputed += 1
         layers = [LayerKV(torch.ones(2, len(token_ids), 8), torch.ones(2, len(token_ids), 8), 0)] * 2
         self._store.put([(self._kv.key(task.span), layers)])
 
@@ -33,7 +33,7 @@ async def ingest(store, num_contexts):
     engine = Recorder(store, kv)
     await kv.precompute_anchor(engine, store)
     num_prefilled = await kv.precompute(engine, store, CHUNKS, {})
-    return num_prefilled, engine.num_captures
+    return num_prefilled, engine.num_precomputed
 
 
 def test_imported_kv_is_not_prefilled_again(tmp_path):

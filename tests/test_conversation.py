@@ -66,7 +66,7 @@ def test_turns_follow_each_other_as_the_template_has_them(layout):
         "<|user|>TWO.Asked: And two?<|end|><|assistant|>"
     )
     assert [text_of(layout, fitted.prompt.token_ids[a:b]) for a, b in fitted.prompt.chunk_ranges] == ["ONE.", "TWO."]
-    assert fitted.found == found[1] and fitted.hits == [*found[0], *found[1]]
+    assert fitted.question_hits == found[1] and fitted.hits == [*found[0], *found[1]]
 
 
 def test_with_a_cue_the_prompt_is_plain_text_that_ends_in_it(tmp_path):
@@ -103,14 +103,14 @@ def test_templates_that_cannot_take_turns_get_the_conversation_as_one_question(t
 def test_a_chunk_found_again_stays_where_it_is(layout):
     one, two = hit(layout, "ONE."), hit(layout, "TWO.")
     fitted = fit(layout, Conversation("c", (Turn("a", "b"),)), [[one], [two, one]], 1000)
-    assert fitted.hits == [one, two] and fitted.found == [two, one]
+    assert fitted.hits == [one, two] and fitted.question_hits == [two, one]
 
 
 def test_what_does_not_fit_is_left_out_worst_first(layout):
     hits = [hit(layout, letter * 50) for letter in "ABC"]
     bare = len(fit(layout, Conversation("a"), [[]], 1000).prompt.token_ids)
     fitted = fit(layout, Conversation("a"), [hits], bare + 149)
-    assert fitted.hits == fitted.found == hits[:2]
+    assert fitted.hits == fitted.question_hits == hits[:2]
 
 
 def test_the_oldest_turns_go_last_and_the_instruction_never(layout):
@@ -142,7 +142,9 @@ def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, 
         if before is not None and tokens[: len(before)] == before:
             kept += 1
         elif before is not None:
-            assert fitted.found == found[-1][: len(fitted.found)] == fitted.hits  # all else went at once
+            assert (
+                fitted.question_hits == found[-1][: len(fitted.question_hits)] == fitted.hits
+            )  # all else went at once
         answer = f"answer {i}"
         before = [*tokens, *layout._plain(answer)]
         turns.append(Turn(question, answer))

@@ -13,7 +13,7 @@ from pathlib import Path
 from ragkv.config import MAIN
 from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import StoreError
-from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING, Home
+from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
 from ragkv.retriever.hashing import NEAREST, mean_hash
@@ -124,7 +124,7 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     if fingerprint is None:
         raise _never_indexed(home)
-    num_contexts = int(catalog.get_setting(CONTEXTS_SETTING) or 1)
+    num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
     contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
 

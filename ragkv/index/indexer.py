@@ -13,7 +13,7 @@ import xxhash
 from ragkv.chunk_kv import ChunkKV
 from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
-from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING
+from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
 from ragkv.index.ingestion import IngestProgress, IngestReport, PrefillProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
@@ -82,7 +82,7 @@ class Indexer:
     ) -> None:
         """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
         self._workspace.home.claim(self._corpus.catalog, self._workspace.owner)
-        self._workspace.main.catalog.put_setting(CONTEXTS_SETTING, str(self._settings.num_contexts))
+        self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()

@@ -9,7 +9,7 @@ import torch
 
 from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import ConfigError, StoreError
-from ragkv.home import ANCHOR_SETTING, CONTEXTS_SETTING, Home, Owner
+from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, collect_garbage, delete_documents
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import NEAREST, chunk_hash, mean_hash
@@ -52,7 +52,7 @@ def home(tmp_path, folder):
     }
     with home.open_catalog() as catalog, closing(home.open_store()) as store:
         home.claim(catalog, Owner("tiny in float32", MODEL, "words"))
-        catalog.put_setting(CONTEXTS_SETTING, "4")
+        catalog.put_setting(NUM_CONTEXTS_SETTING, "4")
         catalog.put_setting(ANCHOR_SETTING, ANCHOR)
         store.put([(make_key(None), make_layers())])
         for name, texts in documents.items():
