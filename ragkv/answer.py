@@ -1,4 +1,4 @@
-"""What an answer is made of: the data that the pipeline hands to the CLI, the server and the evaluations."""
+"""Questions and answers as data: what the CLI, the server and the evaluations exchange with the pipeline."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,19 +7,14 @@ from ragkv.controller.cost_model import Plan
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
 
+# Where a token's KV came from: vLLM's prefix cache; the store, from memory or disk; the store, but recomputed because
+# the token matters; or no stored KV, as for the question.
 Kind = Literal["prefix", "memory", "disk", "recomputed", "computed"]
-KINDS: dict[Kind, str] = {
-    "prefix": "in vLLM's prefix cache",
-    "memory": "stored KV that lay ready in memory",
-    "disk": "stored KV from disk",
-    "recomputed": "stored, and computed again because it matters",
-    "computed": "no stored KV: the question, and what was missing",
-}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was asked, and answered."""
+    """An earlier question and its answer."""
 
     question: str
     answer: str
@@ -27,7 +22,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A question, what went before it, oldest first, and what its author wants heeded in all answers."""
+    """A question with the turns before it, oldest first. instruction: what the user wants all answers to follow."""
 
     question: str
     turns: tuple[Turn, ...] = ()
@@ -41,7 +36,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, in vLLM's words; greedily by default."""
+    """Sampling parameters, named as in vLLM; greedy by default."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -55,9 +50,9 @@ class Sampling:
 class AnswerOptions:
     """What a caller may choose for one question.
 
-    `fresh` keeps vLLM's prefix cache out of it, so that a time measured is the time of a first request. `hint`: how the
-    KV of the chunks that it finds is to be treated from now on when room is needed; None leaves it as it was.
-    `explain`: say of each prompt token where its KV came from. `timeout_s`: for the whole answer.
+    fresh: bypass vLLM's prefix cache, so that a measured time is that of a first request. hint: how the KV of the
+    chunks in the prompt is treated from now on when room is needed; None leaves it as it was. explain: return where the
+    KV of each prompt token came from. timeout_s: for the whole answer.
     """
 
     policy: Policy
@@ -72,8 +67,8 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class Source:
-    """A retrieved chunk, in the order of the prompt. `score` is the inner product of the embeddings. corpus: whose
-    document it is, None for the asker's own."""
+    """A retrieved chunk. score: the inner product of the embeddings. corpus: the tenant whose document it is, None for
+    the asking tenant's own."""
 
     document_id: str
     title: str
@@ -86,10 +81,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Usage:
-    """Where each prompt token's KV came from: prefix, reused and recomputed tokens add up to `prompt_tokens`.
+    """Token counts. Prefix, reused and recomputed tokens add up to `prompt_tokens`.
 
-    prefix_tokens: vLLM's own prefix cache; reused_tokens: the store, as it was; recomputed_tokens: computed now.
-    memory_tokens: whose stored KV lay ready in memory, reused as it was or not.
+    prefix_tokens: with KV from vLLM's own prefix cache; reused_tokens: from the store, unchanged; recomputed_tokens:
+    computed now. memory_tokens: those whose stored KV was ready in memory, whether reused or recomputed.
     """
 
     prompt_tokens: int
@@ -112,7 +107,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenOrigins:
-    """The text of each prompt token, and runs that cover them all, in order."""
+    """The text of each prompt token, and runs that cover all tokens, in order."""
 
     tokens: list[str]
     runs: list[Run]
@@ -120,8 +115,11 @@ class TokenOrigins:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds by stage. `ttft_ms` runs from the submission of the prompt to the first token; it includes load
-    (read, check, rotate, scatter), probe (question over the stale cache) and recompute. `retrieve_ms` comes before."""
+    """Milliseconds by stage.
+
+    ttft_ms: from the submission of the prompt to the first token; it includes load (read, check, rotate, scatter),
+    probe (question over the stale cache) and recompute. retrieve_ms: from the question to the submission.
+    """
 
     retrieve_ms: float = 0.0
     load_ms: float = 0.0
@@ -133,9 +131,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. `policy` is what was really used; `fallback` says what kept KV from being reused, if any.
+    """A finished answer.
 
-    plan: what the controller expected, None if it wasn't asked. strip: of a question that is to be explained.
+    policy: the one really used. fallback: what kept KV from being reused, if anything. plan: what the controller
+    expected, None if it wasn't asked. origins: given if the question asked for an explanation.
     """
 
     text: str
@@ -151,7 +150,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """First event of a stream: the sources, before any token."""
+    """The first event of a stream: the sources, before any token."""
 
     sources: list[Source] = field(default_factory=list)
 

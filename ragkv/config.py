@@ -22,10 +22,10 @@ from ragkv.machine.hardware import native_dtype
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
 
-OTHER_VARIABLES = {"RAGKV_CONFIG", "RAGKV_DEVICE"}  # the settings file; what `make setup` installs for
-MAIN = "main"  # the tenant whose documents they are where nothing is said of tenants
+OTHER_VARIABLES = {"RAGKV_CONFIG", "RAGKV_DEVICE"}  # the settings file; the device that `make setup` installs for
+MAIN = "main"  # the tenant of requests and documents that name none
 TENANT_NAME = "^[a-z0-9][a-z0-9_-]{0,62}$"
-# What Kubernetes puts into the environment of every pod beside a service called ragkv.
+# Variables that Kubernetes sets in every pod if there is a service called ragkv.
 KUBERNETES = re.compile(r"RAGKV_(SERVICE_(HOST|PORT\w*)=|PORT=\w+://|PORT_\d+_)")
 
 
@@ -51,8 +51,8 @@ class ModelConfig(Section):
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
     kernels: Literal["auto", "triton", "native", "torch"] = Field(
         "auto",
-        description="What computes fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first "
-        "of these that there is",
+        description="Kernels for fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first of "
+        "these that is available",
     )
 
     @field_validator("dtype")
@@ -75,44 +75,44 @@ class IndexConfig(Section):
         4,
         ge=1,
         le=64,
-        description="How often a chunk's KV is precomputed: behind the anchor, and for an average behind its nearest "
-        "other chunks; 1: once, for a quarter of the index time, half the disk and more drift",
+        description="Contexts in which a chunk's KV is precomputed: after the anchor, and after each of its nearest "
+        "other chunks for a mean; 1: only after the anchor, in a quarter of the time, half the disk, more drift",
     )
 
 
 class StoreConfig(Section):
-    """Where chunks' KV lies between requests."""
+    """Where chunks' KV is stored between requests."""
 
     codec: Literal["raw", "int8", "fp8"] = Field(
         "raw",
-        description="How KV is stored from now on: as it is, or as 8-bit numbers with scales. What is stored already "
-        "stays as it is and can be read",
+        description="How new KV is stored: unchanged, or as 8-bit numbers with scales. KV that is stored already stays "
+        "readable as it is",
     )
     disk_gib: float | None = Field(
         None,
         gt=0,
-        description="What chunks' KV may take on disk, in GiB. For what needs room beyond it goes what is worth least; "
-        "it is computed when it is asked for, and precomputed again while nobody waits. None: no limit",
+        description="Disk space for chunks' KV, in GiB. When it is full, the KV worth least (`store.eviction`) is "
+        "evicted; a request that needs it prefills it, and it is precomputed again in idle time. None: no limit",
     )
     memory_gib: float = Field(
         1.0,
         ge=0,
-        description="Memory for KV that is ready to use, in GiB, taken when vLLM starts (pinned on CUDA); beyond it "
-        "goes what is worth least. 0: none, only what the system keeps of the files",
+        description="Memory for KV that is ready to use, in GiB, reserved when vLLM starts (pinned on CUDA); when it "
+        "is full, the KV worth least is dropped. 0: none, only the system's page cache",
     )
     eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = Field(
         "gdsf",
-        description="What is worth least: gdsf by uses times cost to recompute over size, with ageing; lru by last "
-        "use; lfu by uses; lfuda by uses, with ageing",
+        description="How the worth of KV is ranked: gdsf by uses times cost to recompute over size, with ageing; lru "
+        "by last use; lfu by uses; lfuda by uses, with ageing",
     )
 
     def options(self) -> dict[str, Any]:
-        """As keyword arguments of `SegmentStore`, of one that writes: plain data."""
+        """Return the keyword arguments of a `SegmentStore` that writes, as plain data."""
         disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
         return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
 
     def worker_options(self) -> dict[str, Any]:
-        """As `options`, of one that serves requests."""
+        """Return the keyword arguments of the `SegmentStore` of a worker that serves requests."""
         return {**self.options(), "memory_bytes": round(self.memory_gib * (1 << 30))}
 
 
@@ -120,18 +120,19 @@ class RetrievalConfig(Section):
     """How a question finds its chunks."""
 
     mode: Literal["vector", "hybrid"] = Field(
-        "vector", description="By what chunks are found: vectors, or vectors and words (BM25), their ranks fused"
+        "vector",
+        description="How chunks are searched: by vectors, or by vectors and words (BM25) with their ranks fused",
     )
     reranker: str | None = Field(
-        None, description="Cross-encoder that reorders what was found: local folder or Hugging Face id. Default: none"
+        None, description="Cross-encoder that reorders the hits: local folder or Hugging Face id. Default: none"
     )
     candidates: int = Field(
-        50, ge=1, le=1000, description="Chunks that each search brings to be fused or reordered, if top_k isn't more"
+        50, ge=1, le=1000, description="Hits of each search that are fused or reordered; top_k if that is more"
     )
 
 
 class AnswerConfig(Section):
-    """What a request gets when it doesn't say otherwise."""
+    """Defaults of a request."""
 
     policy: str = Field(
         "guided",
@@ -143,22 +144,24 @@ class AnswerConfig(Section):
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
     controller: bool = Field(
         True,
-        description="Leave to vLLM what it prefills faster than it could be fused, by a profile that `ragkv index`, "
-        "`serve` and `profile` measure once for each machine, model, codec and policy",
+        description="Let vLLM prefill whatever it prefills faster than fusion would take, by a profile that `ragkv "
+        "index`, `serve` and `profile` measure once for each machine, model, codec and policy",
     )
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
-    timeout_s: float | None = Field(None, gt=0, description="Longest time for a whole answer, in seconds. Default: any")
+    timeout_s: float | None = Field(
+        None, gt=0, description="Longest time for a whole answer, in seconds. Default: no limit"
+    )
 
 
 class CanaryConfig(Section):
-    """Comparing answers with full prefill's while nobody waits."""
+    """Comparing answers with those of full prefill, in idle time."""
 
     share: float = Field(0.01, ge=0, le=1, description="Share of the answers that are compared")
-    tokens: int = Field(8, ge=1, le=64, description="How many of an answer's first tokens")
+    tokens: int = Field(8, ge=1, le=64, description="Tokens compared, from the beginning of the answer")
     max_kl: float = Field(
-        0.5, gt=0, description="Mean drift in nats beyond which the budget rises, of 20 answers in a row"
+        0.5, gt=0, description="Mean drift, in nats, of the last 20 answers above which the budget rises"
     )
-    max_budget: float = Field(0.4, ge=0, le=1, description="How far it rises")
+    max_budget: float = Field(0.4, ge=0, le=1, description="Highest budget that it may rise to")
 
 
 Keys = dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
@@ -171,33 +174,38 @@ class ServerConfig(Section):
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
     keys: Keys = Field(
         {},
-        description="SHA-256 of each API key, by the name of who has it (`ragkv key NAME`). None: nobody needs one",
+        description="SHA-256 of each API key, by its holder's name (`ragkv key NAME`). None: no key is needed",
     )
-    max_requests: int = Field(256, ge=1, description="Questions worked on at a time; who asks more is told to wait")
+    max_requests: int = Field(
+        256, ge=1, description="Questions answered at a time; more are refused with a time to wait"
+    )
     log: Literal["text", "json"] = Field("text", description="How requests and events are logged, on stderr")
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
     max_pause_s: float = Field(
         60.0,
         gt=0,
         le=86_400,
-        description="How long a client is waited for that sends nothing more of its request, or takes nothing more of "
-        "its answer, in seconds",
+        description="How long to wait for a client that stops sending its request or reading its answer, in seconds",
     )
 
 
 class TenantConfig(Section):
-    """Who has documents of its own. `main` is whose the home's own documents are, and who has `server.keys`."""
+    """A tenant with documents of its own. Tenant `main` has the home's own documents and `server.keys`."""
 
     keys: Keys = Field({}, description="As `server.keys`")
-    reads: list[str] = Field([], description="Other tenants, whose documents are searched too")
-    requests_per_minute: int | None = Field(None, ge=1, description="Questions and searches. Default: any number")
-    tokens_per_minute: int | None = Field(None, ge=1, description="Of prompts and answers. Default: any number")
-    concurrent_requests: int | None = Field(None, ge=1, description="Questions at a time. Default: any number")
-    documents_mib: float | None = Field(None, ge=0, description="Text of all its documents, in MiB. Default: any size")
+    reads: list[str] = Field([], description="Other tenants whose documents are searched too")
+    requests_per_minute: int | None = Field(None, ge=1, description="Limit of questions and searches. Default: none")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="Limit of prompts' and answers' tokens. Default: none"
+    )
+    concurrent_requests: int | None = Field(None, ge=1, description="Limit of questions at a time. Default: none")
+    documents_mib: float | None = Field(
+        None, ge=0, description="Limit of all its documents' text, in MiB. Default: none"
+    )
 
 
 class Config(BaseSettings):
-    """The whole tree. Functions take the section they need, not the tree. `Config()` reads the environment, no file."""
+    """All settings. Functions take the section that they need. `Config()` reads the environment, but no file."""
 
     model_config = SettingsConfigDict(
         env_prefix="RAGKV_",
@@ -208,7 +216,7 @@ class Config(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    home: Path = Field(Path("~/.ragkv"), description="Where models, documents and KV live")
+    home: Path = Field(Path("~/.ragkv"), description="Folder of models, documents and KV")
     model: ModelConfig = ModelConfig()
     index: IndexConfig = IndexConfig()
     store: StoreConfig = StoreConfig()
@@ -217,7 +225,7 @@ class Config(BaseSettings):
     canary: CanaryConfig = CanaryConfig()
     server: ServerConfig = ServerConfig()
     tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = Field(
-        {}, description="By name; each has documents, KV, conversations and limits of its own"
+        {}, description="Tenants by name; each has documents, KV, conversations and limits of its own"
     )
 
     @field_validator("home")
@@ -227,7 +235,7 @@ class Config(BaseSettings):
 
     @field_validator("tenants")
     @classmethod
-    def _read_what_there_is(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+    def _check_reads(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
         for name, tenant in tenants.items():
             for other in tenant.reads:
                 if other == name or other not in {MAIN, *tenants}:
@@ -236,21 +244,21 @@ class Config(BaseSettings):
         return tenants
 
     def holders(self) -> dict[str, str]:
-        """Whose each API key is: tenants by the key's hash. Raises ConfigError for a key of two tenants."""
-        found: dict[str, str] = {}
+        """Return the tenant of each API key, by the key's hash. Raises ConfigError for a key of two tenants."""
+        holders: dict[str, str] = {}
         each = [(MAIN, self.server.keys), *((name, tenant.keys) for name, tenant in self.tenants.items())]
         for tenant, keys in each:
             for holder, digest in keys.items():
-                if found.setdefault(digest, tenant) != tenant:
-                    raise ConfigError(f"{holder}'s key of {tenant} is one of {found[digest]} too; make another")
-        return found
+                if holders.setdefault(digest, tenant) != tenant:
+                    raise ConfigError(f"{holder}'s key of {tenant} is also a key of {holders[digest]}; make another")
+        return holders
 
 
 def load_config(config_file: Path | None = None, **flags: Any) -> Config:
-    """Defaults, overridden by the TOML file, the environment and flags. The file is `config_file` or `RAGKV_CONFIG`.
+    """Load the settings: defaults, overridden by the TOML file, the environment and flags.
 
-    flags: as in the tree, `home=…, model={"name": …}`; those that are None don't count. Raises ConfigError, with a line
-    for each problem, where the file can't be read, a setting is unknown or a value can't be used.
+    config_file: default `RAGKV_CONFIG`. flags: shaped as the settings, `home=…, model={"name": …}`; None is no value.
+    Raises ConfigError, with a line for each problem, for an unreadable file, an unknown setting or an unusable value.
     """
     sources = read_sources(config_file, **flags)
     try:
@@ -260,7 +268,7 @@ def load_config(config_file: Path | None = None, **flags: Any) -> Config:
 
 
 def read_sources(config_file: Path | None = None, **flags: Any) -> dict[str, dict[str, Any]]:
-    """What is set, by where it is set, weakest first: a tree each. Raises ConfigError as `load_config`."""
+    """Return what each source sets, as a tree, weakest source first. Raises ConfigError as `load_config` does."""
     file = config_file or os.environ.get("RAGKV_CONFIG")
     return {
         f"in {file}": _read_toml(Path(file).expanduser()) if file else {},
@@ -270,12 +278,12 @@ def read_sources(config_file: Path | None = None, **flags: Any) -> dict[str, dic
 
 
 def origin(path: Sequence[str], sources: Mapping[str, dict[str, Any]]) -> str | None:
-    """Which of `sources` a setting is from; None if it is set in none of them."""
+    """Return which of `sources` a setting is from, None if none sets it."""
     return next((where for where in reversed([*sources]) if _has(sources[where], path)), None)
 
 
 def setting_fields() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Each section, and each setting, by its path."""
+    """Return each section and each setting with its path."""
     for name, field in Config.model_fields.items():
         yield (name,), field
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -283,7 +291,7 @@ def setting_fields() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
 
 
 def variable(*path: str) -> str:
-    """The environment's name of a setting."""
+    """Return the name of a setting in the environment."""
     return f"RAGKV_{'__'.join(path)}".upper()
 
 
@@ -297,7 +305,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
-    """As a tree. pydantic-settings passes over variables that it doesn't know, so they are looked for here."""
+    """Read the environment as a tree. Unknown variables are errors; pydantic-settings would ignore them."""
     known = {variable(*path) for path, _ in setting_fields()} | OTHER_VARIABLES
     for name, value in os.environ.items():
         if name.upper().startswith("RAGKV_") and name.upper() not in known and not KUBERNETES.match(f"{name}={value}"):
@@ -317,7 +325,7 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Later sources win, setting by setting."""
+    """Merge setting by setting; later sources win."""
     merged: dict[str, Any] = {}
     for source in sources:
         for key, value in source.items():
@@ -327,9 +335,9 @@ def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(detail: ErrorDetails, sources: Mapping[str, dict[str, Any]]) -> str:
-    """One line: the setting, its value, where it was set, and what is wrong with it."""
+    """Describe a problem in one line: the setting, its value, where it was set, and what is wrong with it."""
     path = [str(part) for part in detail["loc"]]
-    where = [found] if (found := origin(path, sources)) else []
+    where = [source] if (source := origin(path, sources)) else []
     if detail["type"] == "extra_forbidden":
         siblings = [known[-1] for known, _ in setting_fields() if list(known[:-1]) == path[:-1]]
         return " ".join([f"unknown setting {'.'.join(path)}", *where]) + f"; choose from {', '.join(siblings)}"

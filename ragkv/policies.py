@@ -1,8 +1,8 @@
 """Which cached tokens a request recomputes. Policies are small data; the choices are pure functions of tensors.
 
-Every policy answers one question: which of the cached tokens that aren't exact already are recomputed. Some look at
-what the probe pass measured (votes, deviations), some only at where the chunks are. Tokens without cached KV are always
-computed; that is not a policy's business. N is the number of cached tokens, S the chosen set.
+A policy chooses among the cached tokens whose KV isn't exact already. Some policies look at what the probe pass
+measured (votes, deviations), some only at where the chunks are. Tokens without cached KV are always computed, whatever
+the policy. N is the number of cached tokens, S the chosen set.
 """
 
 import math
@@ -27,7 +27,7 @@ class Selection(StrEnum):
     FULL = "full"
 
 
-GUIDED, STD, SHIFT = "guided", "-std", "+shift"  # a name, and what may follow the name of a selection
+GUIDED, STD, SHIFT = "guided", "-std", "+shift"  # a name, and two suffixes of a selection's name
 DESCRIPTIONS = {
     "guided": f"query{STD}{SHIFT}, the default",
     "none": "recompute nothing: full KV reuse",
@@ -47,12 +47,12 @@ _DEVIATION = (Selection.CACHEBLEND, Selection.CACHEBLEND_K, Selection.CACHEBLEND
 
 @dataclass(frozen=True)
 class Policy:
-    """A selection, its budget, and what is done with the rest.
+    """A way to select the tokens that are recomputed, its budget, and what is done with the others.
 
     budget: the share (0 to 1) of the cached tokens to recompute; `none` and `full` ignore it. weigh_by_std: votes are
     weighted by the standard deviation of each token's KV over contexts. shift: cached tokens that aren't recomputed
     are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.kernels.shift`). Raises ConfigError for a
-    budget outside 0 to 1 and for a combination without meaning.
+    budget outside 0 to 1 and for a combination that makes no sense.
     """
 
     selection: Selection
@@ -64,9 +64,11 @@ class Policy:
         if not 0 <= self.budget <= 1:
             raise ConfigError(f"budget {self.budget} is outside 0..1; it is the share of cached tokens to recompute")
         if self.weigh_by_std and self.selection != Selection.QUERY:
-            raise ConfigError(f"{STD} means nothing for policy {self.selection!s}: it takes no votes")
+            raise ConfigError(f"{STD} has no effect on policy {self.selection!s}, which takes no votes")
         if self.shift and not self.selects_by_budget:
-            raise ConfigError(f"{SHIFT} means nothing for policy {self.selection!s}: it recomputes no part of a chunk")
+            raise ConfigError(
+                f"{SHIFT} has no effect on policy {self.selection!s}, which recomputes no part of a chunk"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -88,25 +90,25 @@ class Policy:
 
     @classmethod
     def of(cls, name: str, budget: float) -> "Policy":
-        """Read a policy's name, as `parse` does, whose budget is given apart."""
+        """Read a policy's name, as `parse` does; its budget is given separately."""
         if ":" in name:
-            raise ConfigError(f"unknown policy {name!r}: the budget is given apart from the name")
+            raise ConfigError(f"unknown policy {name!r}: the budget is given separately")
         return replace(cls.parse(name), budget=budget)
 
     @property
     def name(self) -> str:
-        """The name that `parse` reads, without the budget."""
+        """The name as `parse` reads it, without the budget."""
         if self.weigh_by_std and self.shift:
             return GUIDED
         return f"{self.selection}{STD * self.weigh_by_std}{SHIFT * self.shift}"
 
     @property
     def label(self) -> str:
-        """The text that `parse` reads."""
+        """The policy as `parse` reads it."""
         return f"{self.name}:{self.budget:g}" if self.selects_by_budget else self.name
 
     def is_like(self, other: "Policy") -> bool:
-        """Whether both are the same but for the budget."""
+        """Return whether both policies are the same but for the budget."""
         return replace(self, budget=other.budget) == other
 
     @property
@@ -119,7 +121,7 @@ class Policy:
 
     @property
     def recomputes_some(self) -> bool:
-        """Whether some are recomputed: then the KV that it leaves depends on the whole prompt, by budget and choice."""
+        """Whether some cached tokens are recomputed, so that the resulting KV depends on the whole prompt."""
         return self.selects_by_budget and self.budget > 0
 
     @property
@@ -158,7 +160,7 @@ def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> t
     summed over heads and over the voting layers (`kernels.query_scores`; lower layers vote poorly:
     docs/decisions/0003). Query-guided selection is published as ProphetKV and QCFuse.
 
-    One or two tokens between two chosen ones are chosen too, in the place of those with the fewest votes: each run of
+    One or two tokens between two chosen ones are chosen too, instead of those with the fewest votes: each run of
     positions reads the whole context once, which costs more than computing two tokens.
     """
     num_tokens = min(num_tokens, int(eligible.sum()))

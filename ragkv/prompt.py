@@ -1,9 +1,8 @@
-"""Lays out the prompt: anchor, chunks, question; in a conversation, each turn's chunks before its question. Knows
-nothing about KV or retrieval.
+"""Lays out the prompt: anchor, chunks, question; in a conversation, each turn's chunks before its question.
 
-The anchor is everything that stands before the first chunk, the same for every request: chunks are precomputed after
-it, so that they see the real attention sink. The parts are tokenised apart, so a chunk has the same tokens anywhere,
-and a conversation's prompt begins with the one of the turn before.
+Knows nothing about KV or retrieval. The anchor is everything before the first chunk, the same for every request: chunks
+are precomputed after it, so that they see the real attention sink. The parts are tokenised separately, so a chunk has
+the same tokens anywhere, and a conversation's prompt begins with that of the turn before.
 """
 
 import re
@@ -23,7 +22,7 @@ _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "que
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, and where its parts lie: `anchor_end`, then one `(start, end)` for each chunk."""
+    """The token ids of a prompt, and the positions of its parts. chunk_ranges: one `(start, end)` for each chunk."""
 
     token_ids: list[int]
     anchor_end: int
@@ -33,9 +32,9 @@ class Prompt:
 class PromptLayout:
     """The parts of a model's prompts that don't change, tokenised once.
 
-    Uses the model's chat template where it has one and no cue is given. instruction stands before the chunks, asking
-    between them and the question, cue between the question and its answer. takes_turns: whether the template puts one
-    turn behind the other and leaves the anchor as it is. Raises ModelError if the folder has no usable tokenizer.
+    Uses the model's chat template where it has one and no cue is given. instruction: the text before the chunks;
+    asking: between them and the question; cue: between the question and its answer. takes_turns: whether the template
+    puts turns one after another and keeps the anchor. Raises ModelError for a folder without a usable tokenizer.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class PromptLayout:
         self._answering, self._reopening = map(self._encode, again[2:4] if self.takes_turns else ("", ""))
 
     def question_tokens(self, question: str, answer: str | None = None) -> list[int]:
-        """What follows a turn's chunks: up to the answer, or with it up to the place of the next turn's chunks.
+        """Return what follows a turn's chunks: up to the answer, or with an answer up to the next turn's chunks.
 
-        Control tokens spelt out in either become ordinary text.
+        Control tokens that are spelt out in question or answer become ordinary text.
         """
         asked = [*self._asking, *self._plain(question)]
         if answer is None:
@@ -70,7 +69,7 @@ class PromptLayout:
         return [*asked, *self._answering, *self._plain(answer), *self._reopening]
 
     def instruction_tokens(self, instruction: str) -> list[int]:
-        """The asker's own instruction, to stand before a question's tokens."""
+        """Return a user's own instruction, which is put before the tokens of the question."""
         return self._plain(f"{instruction}\n\n") if instruction else []
 
     def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
@@ -86,7 +85,7 @@ class PromptLayout:
             )
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Of each token by itself: part of a character is a replacement character."""
+        """Decode each token by itself. Part of a character becomes a replacement character."""
         texts: list[str] = self._tokenizer.batch_decode([[id] for id in token_ids])
         return texts
 
@@ -100,7 +99,7 @@ class PromptLayout:
         return self.converse([(chunks, question)])
 
     def converse(self, turns: Sequence[tuple[Sequence[Sequence[int]], Sequence[int]]]) -> Prompt:
-        """Put turns together, oldest first: of each its chunks, and the tokens behind them."""
+        """Put turns together, oldest first. Each has its chunks and the tokens that follow them."""
         token_ids, ranges = list(self.anchor), []
         for chunks, question in turns:
             for chunk in chunks:
@@ -118,7 +117,7 @@ class PromptLayout:
         return token_ids
 
     def _render(self, messages: Sequence[str]) -> str:
-        """A conversation as text, up to the answer: user's messages and the model's by turns."""
+        """Return a conversation as text, up to the answer. The user's and the model's messages alternate."""
         if self._tokenizer.chat_template and self._cue is None:
             return self._apply_template(messages)
         closings = (_CUE if self._cue is None else self._cue, "\n\n")  # of a question, of an answer
@@ -126,7 +125,7 @@ class PromptLayout:
         return f"{self._tokenizer.bos_token or ''}{self._instruction}\n\n{turns}"
 
     def _apply_template(self, messages: Sequence[str]) -> str:
-        """Some templates know no system role; there the instruction opens the user's message."""
+        # Some templates know no system role; there the instruction opens the user's message.
         first, *others = messages
         rest = [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(others)]
         conversations = (
@@ -146,5 +145,5 @@ class PromptLayout:
 
 
 def _parts(text: str) -> list[str]:
-    """The fixed text around the chunks, questions and answers."""
+    """Return the fixed text around the chunks, questions and answers."""
     return re.split(f"{_CHUNKS}|{_QUESTION}|{_ANSWER}", text)
