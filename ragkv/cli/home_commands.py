@@ -1,4 +1,4 @@
-"""The commands that look after the embedded models, the settings and the machine. They start no model."""
+"""The commands for the embedded models, the settings and the machine. They start no model."""
 
 from functools import partial
 from typing import Annotated
@@ -15,7 +15,7 @@ def fetch(
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Download and convert the embedded models, so that no model hub is needed. At once if they are there."""
+    """Download and convert the embedded models, unless they are there. No model hub is needed."""
     config = load_config(config_file, home=home)
     from ragkv import models
 
@@ -33,7 +33,7 @@ def _report(lines: list[str], line: str) -> None:
 
 def config(
     reference: Annotated[
-        bool, typer.Option("--reference", help="A Markdown table of all settings there are instead.")
+        bool, typer.Option("--reference", help="Print a Markdown table of all settings that exist.")
     ] = False,
     config_file: ConfigFile = None,
 ) -> None:
@@ -47,7 +47,7 @@ def config(
 
 
 def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:
-    """Look at hardware, versions, models, store and disk. Ends with status 1 if something is wrong."""
+    """Check hardware, versions, models, store and disk. Exits with status 1 if something is wrong."""
     config = load_config(config_file, home=home, model={"name": model}, index={"embedder": embedder})
     from ragkv.cli.diagnosis import diagnose
 

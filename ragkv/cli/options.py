@@ -1,4 +1,4 @@
-"""The options that several commands take. A setting that isn't given is None: it comes from elsewhere."""
+"""Options that several commands share. None for a setting leaves it to the environment, the file or its default."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 
 SETTINGS = "Settings"
 Home = Annotated[
-    Path | None, typer.Option(help="Where models, documents and KV live. [RAGKV_HOME]", rich_help_panel=SETTINGS)
+    Path | None, typer.Option(help="Folder of models, documents and KV. [RAGKV_HOME]", rich_help_panel=SETTINGS)
 ]
 Model = Annotated[
     str | None,
@@ -30,6 +30,6 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", dir_okay=False, help="TOML file with settings. [RAGKV_CONFIG]", rich_help_panel=SETTINGS),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM logs.", rich_help_panel=SETTINGS)]
-Tenant = Annotated[str, typer.Option(help="Whose documents they are: see `tenants` in the configuration.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.", rich_help_panel=SETTINGS)]
+Tenant = Annotated[str, typer.Option(help="Tenant that has the documents: see `tenants` in the configuration.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,4 +1,4 @@
-"""What the command line's results look like. Results go to stdout, progress and errors to stderr."""
+"""Prints results and progress. Results go to stdout, progress and errors to stderr."""
 
 import os
 import sys
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Capturing KV"}
+STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Precomputing KV"}
 MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
 PROFILE_BUDGET = 0.05
 MIB = 1 << 20
 
 
 def detach_streams(log: Path | None) -> None:
-    """Keep stdout and stderr for this process's own words. What vLLM's processes and libraries write there goes to
+    """Keep stdout and stderr for this process's own output. What vLLM's processes and libraries write there goes to
     `log`, or else to stderr."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -53,7 +53,7 @@ def detach_streams(log: Path | None) -> None:
 
 
 class IngestBars:
-    """A progress bar for each stage of an ingest, from its first step on; a line each where there is no terminal."""
+    """A progress bar for each stage of an ingest; without a terminal, a line for each."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -111,7 +111,7 @@ def print_sources(answer: "Answer") -> None:
 
 
 def _short(path: str) -> str:
-    """Relative to where the user is, if it is below."""
+    """Return a path below the current folder relative to it."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
@@ -125,7 +125,7 @@ def print_baseline(answer: "Answer", baseline: "Answer") -> None:
 
 
 def print_timings(answers: Sequence["Answer"]) -> None:
-    """A column for each answer; a second one is what the first is compared with."""
+    """Print a column for each answer, and how much faster the first was than the second, if there are two."""
     table = Table("", box=None, padding=(0, 1))
     for answer in answers:
         table.add_column(Text(answer.policy), justify="right")
@@ -140,7 +140,7 @@ def print_timings(answers: Sequence["Answer"]) -> None:
     for answer in answers:
         if answer.plan:
             plan = answer.plan
-            expected = f"expected {plan.predicted_ms:,.0f} ms, and {plan.prefill_ms:,.0f} ms of a full prefill"
+            expected = f"expected {plan.predicted_ms:,.0f} ms; full prefill {plan.prefill_ms:,.0f} ms"
             out.print(f"plan: {plan.way}, {expected}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for answer in answers:
         if answer.fallback:
@@ -164,7 +164,7 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
 
 
 def print_profile(profile: "Profile") -> None:
-    """What requests of the home's policy are expected to take, all chunks loaded from memory, beside full prefill."""
+    """Print how long requests of several lengths should take with all chunks in memory, and by full prefill."""
     from ragkv.controller.cost_model import Chunk, Load, plan
 
     policy = replace(profile.policy, budget=PROFILE_BUDGET)
@@ -177,7 +177,7 @@ def print_profile(profile: "Profile") -> None:
         way = plan(profile, tokens, [Chunk(loaded)], policy).way
         table.add_row(f"{tokens:,} tokens", f"{profile.prefill_ms(tokens):,.0f} ms", f"{fused:,.0f} ms", way)
     out.print(table)
-    out.print(f"from disk: {profile.cold_ms:,.1f} ms more for a thousand tokens")
+    out.print(f"KV from disk instead of memory: {profile.cold_ms:,.1f} ms more per thousand tokens")
 
 
 def print_stats(stats: "StoreStats", codecs: Mapping[str, int]) -> None:
@@ -191,7 +191,7 @@ def print_stats(stats: "StoreStats", codecs: Mapping[str, int]) -> None:
 def print_deletion(deletion: "Deletion") -> None:
     for document in deletion.documents:
         out.print(f"deleted {document}", markup=False, soft_wrap=True)
-    shared = f"; {deletion.num_shared:,} stay, other documents have them" if deletion.num_shared else ""
+    shared = f"; {deletion.num_shared:,} kept, other documents share them" if deletion.num_shared else ""
     out.print(f"KV of {_chunks(deletion.num_chunks)} deleted, {deletion.size_bytes / MIB:,.1f} MiB{shared}")
 
 
@@ -206,7 +206,7 @@ def print_garbage(garbage: Sequence["Garbage"], dry_run: bool) -> None:
 def print_transfer(console: Console, verb: str, done: "Transfer") -> None:
     for problem in done.problems:
         console.print(problem, style="red", markup=False, soft_wrap=True)
-    kept = f", {len(done.kept):,} were there already" if done.kept else ""
+    kept = f", {len(done.kept):,} were present already" if done.kept else ""
     problems = f", {len(done.problems):,} problem{'s' * (len(done.problems) != 1)}" if done.problems else ""
     console.print(f"{_chunks(len(done.chunks))} {verb}, {done.size_bytes / MIB:,.1f} MiB{kept}{problems}")
 
@@ -215,11 +215,13 @@ def _chunks(count: int) -> str:
     return f"{count:,} chunk{'s' * (count != 1)}"
 
 
-def print_verification(found: "Verification") -> None:
-    for problem in found.problems:
+def print_verification(verification: "Verification") -> None:
+    for problem in verification.problems:
         out.print(problem, style="red", markup=False, soft_wrap=True)
-    num_problems = len(found.problems)
-    out.print(f"{found.num_records:,} records checked, {num_problems or 'no'} problem{'s' * (num_problems != 1)}")
+    num_problems = len(verification.problems)
+    out.print(
+        f"{verification.num_records:,} records checked, {num_problems or 'no'} problem{'s' * (num_problems != 1)}"
+    )
 
 
 def print_checks(checks: Iterable["Check"]) -> None:
@@ -233,7 +235,7 @@ def print_checks(checks: Iterable["Check"]) -> None:
 
 
 class Bar:
-    """Shown as long as its block runs."""
+    """A progress bar that is shown while its block runs."""
 
     _progress: Progress
 
@@ -246,7 +248,7 @@ class Bar:
 
 
 class ByteBar(Bar):
-    """Progress over the bytes of an export or import. total: None if nobody knows."""
+    """Progress over the bytes of an export or import. total: None if unknown."""
 
     def __init__(self, name: str, total: int | None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""From arguments to an open pipeline: what must be set before vLLM is imported, and how its start can be stopped."""
+"""Opens the pipeline for a command: sets the environment before vLLM is imported, and keeps its start stoppable."""
 
 import logging
 import multiprocessing
@@ -19,7 +19,7 @@ from ragkv.errors import ModelError, StoreError
 if TYPE_CHECKING:
     from ragkv.pipeline import Pipeline
 
-# What libraries read when they are imported.
+# Variables that libraries read when they are imported.
 ENVIRONMENT = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false"}
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -29,15 +29,15 @@ QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 
-_PATIENCE_S = 3  # what a process that is told to end may take for it
+_TERMINATION_TIMEOUT_S = 3
 
 
 def prepare(log: Path | None, verbose: bool) -> None:
-    """Before vLLM is imported: keep it from talking in between. What its processes say goes to `log`, or to stderr."""
+    """Send the output of libraries and vLLM's processes to `log`, or to stderr. Call it before vLLM is imported."""
     for name, value in {**ENVIRONMENT, **({} if verbose else QUIET)}.items():
         os.environ.setdefault(name, value)
     if not verbose:
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # what it logs before it reads the level
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # for what it logs before it reads the level
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         if log:
@@ -54,13 +54,13 @@ def log_file(config: Config) -> Path:
 
 @contextmanager
 def log_in_errors(config: Config) -> Iterator[None]:
-    """Where vLLM can't load a model, it logs why."""
+    """Add to a ModelError where vLLM's log, which has the reason, can be read."""
     log = log_file(config)
     try:
         yield
     except ModelError as error:
         if log.is_file() and log.stat().st_size:
-            raise ModelError(f"{error}\nwhat vLLM said of it is in {log}") from error
+            raise ModelError(f"{error}\nthe reason is in vLLM's log, {log}") from error
         raise
 
 
@@ -68,7 +68,7 @@ def log_in_errors(config: Config) -> Iterator[None]:
 async def opened(
     config: Config, *, for_index_of: Sequence[Path] | None = None, tenant: str = MAIN
 ) -> AsyncIterator["Pipeline"]:
-    """for_index_of: vLLM is started only if something in these paths has to be prefilled."""
+    """Open a pipeline, and close it at the end. Arguments as of `open_pipeline`."""
     with log_in_errors(config):
         pipeline = await open_pipeline(config, for_index_of, tenant)
     try:
@@ -78,10 +78,11 @@ async def opened(
 
 
 async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = None, tenant: str = MAIN) -> "Pipeline":
+    """Open a pipeline. for_index_of: start vLLM only if something in these paths has to be prefilled."""
     from ragkv import models
 
     for name in (config.model.name, config.index.embedder):
-        models.resolve(name, config.home)  # a missing one is told before the seconds that imports take
+        models.resolve(name, config.home)  # reports a missing one before imports take seconds
     with err.status("starting") as status, stoppable():
 
         def report(line: str) -> None:
@@ -99,7 +100,7 @@ async def open_pipeline(config: Config, for_index_of: Sequence[Path] | None = No
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process at once, as long as there is nothing to finish.
+    """Let Ctrl-C and SIGTERM end the process at once, while there is nothing to finish.
 
     vLLM blocks the event loop while it starts, loses a KeyboardInterrupt in its polls, and then waits ten minutes for
     processes that the same Ctrl-C has ended.
@@ -111,7 +112,9 @@ def stoppable() -> Iterator[None]:
         for child in children:
             child.terminate()
         for child in children:
-            child.join(_PATIENCE_S)  # a signal that reaches a forked Python process before its first step is lost
+            child.join(
+                _TERMINATION_TIMEOUT_S
+            )  # a signal that reaches a forked Python process before its first step is lost
             child.kill()
         os._exit(128 + signum)
 

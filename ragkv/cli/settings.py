@@ -1,4 +1,4 @@
-"""Settings as text: the reference of all there are, and those in force with where each is set."""
+"""Settings as text: the reference of all settings, and those in force with where each is set."""
 
 import types
 import typing
@@ -22,11 +22,11 @@ _WORDS: dict[Any, str] = {
     dict: "table",
     list: "list",
 }
-_SHOWN_OF_A_HASH = 8
+_NUM_HASH_DIGITS = 8
 
 
 def reference() -> str:
-    """A Markdown table of every setting."""
+    """Return a Markdown table of every setting."""
     rows = ["| setting | type | default | environment | meaning |", "|---|---|---|---|---|"]
     for path, field in setting_fields():
         if not isinstance(field.default, Section):
@@ -42,7 +42,7 @@ def _row(name: str, field: FieldInfo, where: str) -> str:
 
 
 def _named_section(field: FieldInfo) -> type[Section] | None:
-    """Of a table whose values are sections."""
+    """Return the section type of a setting that is a table of named sections, None for others."""
     if typing.get_origin(field.annotation) is not dict:
         return None
     _, kind = typing.get_args(field.annotation)
@@ -50,9 +50,9 @@ def _named_section(field: FieldInfo) -> type[Section] | None:
 
 
 def in_force(config: Config, sources: Mapping[str, dict[str, Any]]) -> str:
-    """As TOML, each setting with where it is set. Of keys there is only the beginning of their hash.
+    """Return the settings as TOML, each with where it is set. Of API keys it shows only the beginning of their hash.
 
-    sources: what `config` was made of, by `read_sources`.
+    sources: those that `config` was made from, by `read_sources`.
     """
     document = tomlkit.document()
     target: Any = document
@@ -94,7 +94,7 @@ def _table(section: Section, where: str) -> Item:
 def _shown(value: Any) -> Item:
     if isinstance(value, dict):
         hashes = tomlkit.inline_table()
-        hashes.update({name: f"{digest[:_SHOWN_OF_A_HASH]}…" for name, digest in value.items()})
+        hashes.update({name: f"{hash[:_NUM_HASH_DIGITS]}…" for name, hash in value.items()})
         return hashes
     return tomlkit.item(str(value) if isinstance(value, Path) else value)
 
@@ -104,7 +104,7 @@ def _plain(value: Any) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """In words, with what it may be: "integer, 16 to 8192"."""
+    """Return the type and its range in words: "integer, 16 to 8192"."""
     kind = field.annotation
     if isinstance(kind, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)

@@ -1,4 +1,4 @@
-"""The commands that look after the KV store: what is in it, what goes, and to another home. They start no model."""
+"""The commands that inspect, clean, export and import the KV store. They start no model."""
 
 import json
 import sys
@@ -24,37 +24,39 @@ _STREAM = Path("-")
 
 
 def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
-    """How many chunks and records the store holds, how they are stored, and how large they are."""
+    """Show how many chunks and records the store holds, their codecs and their size."""
     with _store(load_config(config_file, home=home)) as kv:
-        found, codecs = kv.admin.stats(), kv.admin.codecs()
+        counts, codecs = kv.admin.stats(), kv.admin.codecs()
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "codecs": codecs}))
+        typer.echo(json.dumps({**asdict(counts), "codecs": codecs}))
     else:
-        output.print_stats(found, codecs)
+        output.print_stats(counts, codecs)
 
 
 def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
-    """Read and check every record. Ends with status 1 if something is wrong."""
+    """Read and check every record. Exits with status 1 if something is wrong."""
     with _store(load_config(config_file, home=home)) as kv, err.status("checking every record"):
-        found = kv.admin.verify()
+        verification = kv.admin.verify()
     if as_json:
-        typer.echo(json.dumps(asdict(found)))
+        typer.echo(json.dumps(asdict(verification)))
     else:
-        output.print_verification(found)
-    if found.problems:
+        output.print_verification(verification)
+    if verification.problems:
         raise typer.Exit(1)
 
 
 def delete(
-    documents: Annotated[list[str], typer.Argument(help="Ids, or files and folders as `ragkv index` took them.")],
+    documents: Annotated[
+        list[str], typer.Argument(help="Document ids, or files and folders that were given to `ragkv index`.")
+    ],
     tenant: Tenant = MAIN,
     as_json: AsJson = False,
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Delete documents and their KV for good. Chunks that other documents share stay.
+    """Delete documents and their KV for good. Chunks that other documents share are kept.
 
-    The next `ragkv index` of a folder that still has the files indexes them again.
+    Delete the files too, or the next `ragkv index` of their folder indexes them again.
     """
     config = load_config(config_file, home=home)
     from ragkv.home import Home
@@ -68,12 +70,12 @@ def delete(
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     as_json: AsJson = False,
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Delete KV that nothing uses: without a document, or of another model, anchor or number of contexts."""
+    """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
     config = load_config(config_file, home=home)
     from ragkv.home import Home
     from ragkv.index.deletion import collect_garbage
@@ -86,16 +88,20 @@ def gc(
 
 
 def export_kv(
-    file: Annotated[Path, typer.Argument(help="What to write; - is stdout.")],
+    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.")],
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Write all KV into one file, for `ragkv store import` elsewhere. Ends with status 1 if some was damaged."""
+    """Write all KV into one file, for `ragkv store import` elsewhere. Exits with status 1 if some was damaged."""
     with _store(load_config(config_file, home=home)) as kv:
         from ragkv.store.transfer import export_chunks
 
         total = sum(kv.admin.sizes().values())
-        with _reported(file, "write"), _written(file) as target, output.ByteBar("Exporting KV", total) as bar:
+        with (
+            _os_errors_as_store_errors(file, "write"),
+            _open_to_write(file) as target,
+            output.ByteBar("Exporting KV", total) as bar,
+        ):
             done = export_chunks(kv, target, bar.advance)
     output.print_transfer(err if file == _STREAM else out, "exported", done)
     if done.problems:
@@ -103,20 +109,20 @@ def export_kv(
 
 
 def import_kv(
-    file: Annotated[Path, typer.Argument(help="What `ragkv store export` wrote; - is stdin.")],
+    file: Annotated[Path, typer.Argument(help="File that `ragkv store export` wrote; - is stdin.")],
     home: Home = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Take over KV from another home, before the same documents are indexed here.
+    """Import another home's KV, before the same documents are indexed here.
 
-    Chunks that are here stay as they are. Damaged ones are named and left out; then it ends with status 1.
+    Chunks that are present stay as they are. Damaged chunks are reported and left out; then the exit status is 1.
     """
     config = load_config(config_file, home=home)
     from ragkv.home import Home
     from ragkv.store.transfer import check_head, import_chunks
 
     target, name = Home(config.home), "stdin" if file == _STREAM else str(file)
-    with _reported(file, "read"), _read(file) as source:
+    with _os_errors_as_store_errors(file, "read"), _open_to_read(file) as source:
         check_head(source, name)
         total = None if file == _STREAM else file.stat().st_size
         target.make()
@@ -127,7 +133,7 @@ def import_kv(
     fingerprint = target.fingerprint()
     if fingerprint and done.fingerprints - {fingerprint}:
         err.print(
-            f"some of it is of another model or dtype than {target.path} was indexed with, and isn't used; "
+            f"some KV is of another model or dtype than {target.path} was indexed with, and isn't used; "
             "`ragkv store gc` deletes it",
             style="yellow",
             soft_wrap=True,
@@ -148,8 +154,8 @@ def _store(config: Config) -> Iterator["SegmentStore"]:
 
 
 @contextmanager
-def _written(file: Path) -> Iterator[BinaryIO]:
-    """Stdout, or a file that has this name only once it is whole and on disk."""
+def _open_to_write(file: Path) -> Iterator[BinaryIO]:
+    """Open stdout, or a file that gets its name only once it is complete and on disk."""
     if file == _STREAM:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -161,7 +167,7 @@ def _written(file: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _read(file: Path) -> Iterator[BinaryIO]:
+def _open_to_read(file: Path) -> Iterator[BinaryIO]:
     if file == _STREAM:
         yield sys.stdin.buffer
     else:
@@ -170,10 +176,10 @@ def _read(file: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _reported(file: Path, verb: str) -> Iterator[None]:
+def _os_errors_as_store_errors(file: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise StoreError(
-            f"can't {verb} {file}: {error.strerror}; check the path, its rights and the free space"
+            f"can't {verb} {file}: {error.strerror}; check the path, its permissions and the free space"
         ) from error

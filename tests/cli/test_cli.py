@@ -240,7 +240,7 @@ def test_store_export_and_import(filled_home: Path, tmp_path: Path) -> None:
     done = run("store", "import", file, "--home", other)
     assert (done.returncode, done.stdout) == (0, "2 chunks imported, 0.0 MiB\n") and "Importing KV" in done.stderr
     code, out, _ = invoke("store", "import", file, "--home", other)
-    assert (code, out) == (0, "0 chunks imported, 0.0 MiB, 2 were there already\n")
+    assert (code, out) == (0, "0 chunks imported, 0.0 MiB, 2 were present already\n")
     assert invoke("store", "verify", "--home", other)[:2] == (0, "6 records checked, no problems\n")
     assert sorted(tmp_path.glob("kv.export*")) == [file]
 

@@ -190,6 +190,7 @@ def test_kernels_that_were_not_compiled_are_a_warning_where_they_would_run(machi
     assert doctor.kernels(tmp_path).ok is True
     (tmp_path / "_avx2.cpython-311-x86_64-linux-gnu.so").touch()
     assert doctor.kernels(tmp_path) == Check("kernels", True, "compiled: avx2")
+    assert doctor.NATIVE_KERNELS.is_dir()
 
 
 def test_package_by_any_of_its_distributions(machine: Machine) -> None:
