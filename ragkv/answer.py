@@ -139,7 +139,7 @@ class Answer:
 
     text: str
     sources: list[Source]
-    policy: str
+    policy: Policy
     usage: Usage
     timings: Timings
     finish_reason: str

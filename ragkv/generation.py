@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from ragkv.answer import Answer, AnswerOptions, Source, Timings, TokenOrigins
 from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.task import missing_kv
+from ragkv.policies import FULL
 from ragkv.routing import Request
 from ragkv.token_origins import runs_of, usage_of
 
@@ -59,7 +60,7 @@ class Generation:
         answer = Answer(
             self.text,
             sources,
-            request.policy.label,
+            request.policy,
             usage_of(request.prompt, self.output, len(self.tokens)),
             Timings(
                 retrieve_ms=1e3 * (self._submitted_at - self._begun_at),
@@ -77,15 +78,14 @@ class Generation:
         """Add what the worker reported: the policy really used, what kept KV from being reused, and the stages."""
         report = self.output.report
         if report is None:
-            return answer if answer.fallback is None else replace(answer, policy="full")
+            return answer if answer.fallback is None else replace(answer, policy=FULL)
         if report.failed:
-            return replace(answer, policy="full", fallback=report.problem)
+            return replace(answer, policy=FULL, fallback=report.problem)
         stages = report.stages
         timings = replace(
             answer.timings, load_ms=stages.load_ms, probe_ms=stages.probe_ms, recompute_ms=stages.recompute_ms
         )
-        policy = report.policy.label if report.policy else answer.policy
-        return replace(answer, policy=policy, fallback=report.problem, timings=timings)
+        return replace(answer, policy=report.policy or answer.policy, fallback=report.problem, timings=timings)
 
 
 def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -> TokenOrigins:

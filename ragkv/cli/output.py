@@ -118,9 +118,9 @@ def _short(path: str) -> str:
 def print_baseline(answer: "Answer", baseline: "Answer") -> None:
     out.print()
     if baseline.text == answer.text:
-        out.print(f"With {baseline.policy}: the same answer")
+        out.print(f"With {baseline.policy.label}: the same answer")
     else:
-        out.print(f"With {baseline.policy}:")
+        out.print(f"With {baseline.policy.label}:")
         out.print(baseline.text, markup=False, soft_wrap=True)
 
 
@@ -128,7 +128,7 @@ def print_timings(answers: Sequence["Answer"]) -> None:
     """Print a column for each answer, and how much faster the first was than the second, if there are two."""
     table = Table("", box=None, padding=(0, 1))
     for answer in answers:
-        table.add_column(Text(answer.policy), justify="right")
+        table.add_column(Text(answer.policy.label), justify="right")
     for name, values, unit in _timing_rows(answers):
         if any(values):
             table.add_row(name, *(f"{value:,.{unit == 'ms':d}f} {unit}".strip() if value else "-" for value in values))

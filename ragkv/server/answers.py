@@ -46,7 +46,7 @@ class AnswerResponse(BaseModel):
         return cls(
             answer=answer.text,
             sources=[SourceResponse.of(source) for source in answer.sources],
-            policy=answer.policy,
+            policy=answer.policy.label,
             fallback=answer.fallback,
             usage=answer.usage,
             timings=answer.timings,

@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
 from ragkv.background.canary import Drift
 from ragkv.errors import DeadlineError, StoreError
-from ragkv.policies import Policy
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer
 from ragkv.server.wire import STATUSES, Pipeline
@@ -77,7 +76,7 @@ class Metrics:
 
     def answered(self, answer: Answer) -> None:
         usage, timings = answer.usage, answer.timings
-        self.ttft.labels(Policy.parse(answer.policy).name).observe(timings.ttft_ms / 1e3)
+        self.ttft.labels(answer.policy.name).observe(timings.ttft_ms / 1e3)
         for stage in ("retrieve", "load", "probe", "recompute"):
             self.stages.labels(stage).observe(getattr(timings, f"{stage}_ms") / 1e3)
         for source in ("prefix", "reused", "recomputed"):

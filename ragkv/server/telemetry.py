@@ -117,7 +117,7 @@ def trace_answer(answer: Answer, begin_ns: int, tenant: str) -> None:
     stages["decode"] = timings.total_ms - sum(stages.values())
     facts: dict[str, Any] = {f"ragkv.{name}": value for name, value in vars(usage).items()}
     facts |= {f"ragkv.{name}_ms": getattr(timings, f"{name}_ms") for name in ("load", "probe", "recompute")}
-    facts |= {"ragkv.policy": answer.policy, "ragkv.tenant": tenant}
+    facts |= {"ragkv.policy": answer.policy.label, "ragkv.tenant": tenant}
     if answer.fallback is not None:
         facts["ragkv.fallback"] = answer.fallback
     span = tracer.start_span("answer", start_time=begin_ns, attributes=facts)

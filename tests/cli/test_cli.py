@@ -25,7 +25,7 @@ from ragkv.errors import DocumentError
 from ragkv.evals import tables
 from ragkv.home import Home, Owner
 from ragkv.index.ingestion import IngestProgress, IngestReport
-from ragkv.policies import DESCRIPTIONS
+from ragkv.policies import DESCRIPTIONS, Policy
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.index import FORMAT, Index
@@ -387,7 +387,7 @@ def test_what_children_print_stays_off_stdout_and_stderr(tmp_path: Path) -> None
 def make_answer(policy: str = "query:0.05", ttft_ms: float = 50.0, text: str = "[b]no markup[/b]") -> Answer:
     usage = Usage(prompt_tokens=2000, prefix_tokens=0, reused_tokens=1900, recomputed_tokens=100, completion_tokens=9)
     source = Source("/docs/a [red].md", "A [bold] title", chunk_id=3, ordinal=12, score=0.512, text="…")
-    return Answer(text, [source], policy, usage, Timings(ttft_ms=ttft_ms, load_ms=12.0), "stop")
+    return Answer(text, [source], Policy.parse(policy), usage, Timings(ttft_ms=ttft_ms, load_ms=12.0), "stop")
 
 
 def test_sources_and_timings(capsys: pytest.CaptureFixture[str]) -> None:

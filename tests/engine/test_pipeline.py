@@ -83,7 +83,7 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
     usage, timings = answer.usage, answer.timings
     assert usage.prompt_tokens == usage.prefix_tokens + usage.reused_tokens + usage.recomputed_tokens
     assert usage.reused_tokens > usage.recomputed_tokens > 0 and usage.completion_tokens > 0
-    assert answer.policy == "query:0.15" and answer.fallback is None
+    assert answer.policy.label == "query:0.15" and answer.fallback is None
     assert timings.ttft_ms >= timings.load_ms + timings.probe_ms + timings.recompute_ms
     assert min(timings.load_ms, timings.probe_ms, timings.recompute_ms, timings.retrieve_ms) > 0
 
@@ -93,7 +93,7 @@ def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
     assert config.index.num_contexts > 1
     assert stats.num_records == 30 * (1 + 2 * (stats.num_chunks - 1))  # the anchor has no average
     *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.1", fresh=True))
-    assert (answer.policy, answer.fallback) == ("guided:0.1", None)
+    assert (answer.policy.label, answer.fallback) == ("guided:0.1", None)
 
 
 def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, pipeline):
@@ -162,7 +162,7 @@ def test_openais_client_gets_the_same_answer(runner, pipeline, config):
 
 def test_full_is_full_prefill(runner, pipeline):
     *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "full", fresh=True))
-    assert (answer.usage.reused_tokens, answer.policy) == (0, "full")
+    assert (answer.usage.reused_tokens, answer.policy.label) == (0, "full")
 
 
 def test_indexing_again_does_nothing(runner, pipeline, corpus):
@@ -376,6 +376,6 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         assert pipeline._restorer._missing  # though the worker was never asked
         runner.run(pipeline.ingest([corpus]))
         *_, other = runner.run(events_of(pipeline, QUESTIONS[0], "none", top_k=6, fresh=True))
-        assert other.plan is None and other.policy == "none"
+        assert other.plan is None and other.policy.label == "none"
     finally:
         pipeline._profile = None

@@ -21,6 +21,7 @@ from ragkv.config import MAIN, Config
 from ragkv.controller.cost_model import Plan
 from ragkv.index.deletion import Deletion
 from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.policies import FULL
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import source_file
@@ -31,7 +32,7 @@ SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, s
 ANSWER = Answer(
     text="Grüße, world",
     sources=[SOURCE],
-    policy="full",
+    policy=FULL,
     usage=Usage(
         prompt_tokens=30, prefix_tokens=5, reused_tokens=20, recomputed_tokens=5, completion_tokens=3, memory_tokens=9
     ),

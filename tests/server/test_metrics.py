@@ -10,6 +10,7 @@ from server_harness import ANSWER, SCRIPT
 from ragkv.background.canary import Drift
 from ragkv.config import MAIN
 from ragkv.errors import ContextTooLongError, StoreError
+from ragkv.policies import Policy
 
 QUESTION = {"question": "who?"}
 
@@ -85,8 +86,8 @@ def test_ready(pipeline, client) -> None:
 
 def test_labels_stay_few_whatever_clients_choose(pipeline, client) -> None:
     for i in range(5):
-        label, reason = f"query+shift:0.{i}", f"no usable KV for {i} of 6 chunks"
-        pipeline.script = [*SCRIPT[:-1], replace(ANSWER, policy=label, fallback=reason)]
+        policy, reason = Policy.parse(f"query+shift:0.{i}"), f"no usable KV for {i} of 6 chunks"
+        pipeline.script = [*SCRIPT[:-1], replace(ANSWER, policy=policy, fallback=reason)]
         pipeline.counters = {f"full_prefill: no space for {n} bytes": 2 for n in range(i + 1)}
         client.post("/v1/answer", json=QUESTION)
     found = samples(client)

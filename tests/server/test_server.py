@@ -277,6 +277,7 @@ SLOW_SERVER = textwrap.dedent("""
     from ragkv.background.canary import Canary
     from ragkv.config import MAIN, Config
     from ragkv.background.idle import Idle
+    from ragkv.policies import FULL
     from ragkv.server import serve
     from ragkv.server.tenants import Tenants
 
@@ -293,7 +294,7 @@ SLOW_SERVER = textwrap.dedent("""
             yield Retrieved([])
             print("answering", flush=True)
             await asyncio.sleep(1)
-            yield Answer("late", [], "none", Usage(1, 0, 1, 0), Timings(), "stop")
+            yield Answer("late", [], FULL, Usage(1, 0, 1, 0), Timings(), "stop")
 
         async def close(self):
             await asyncio.sleep(0)
