@@ -66,6 +66,21 @@ def _number(x, FP8: tl.constexpr):
     return x.to(tl.float32)
 
 
+@triton.jit
+def _partners(d, PAIRS: tl.constexpr, NEOX: tl.constexpr):
+    """Return each dimension's partner in the rotation, its pair, the partner's sign, and whether it is rotated."""
+    if NEOX:
+        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+        pair = tl.where(d < PAIRS, d, d - PAIRS)
+        sign = tl.where(d < PAIRS, -1.0, 1.0)
+    else:
+        partner = tl.where(d < 2 * PAIRS, d ^ 1, d)
+        pair = d // 2
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    turned = d < 2 * PAIRS
+    return partner, tl.where(turned, pair, 0), sign, turned
+
+
 @triton.jit(do_not_specialize=["block_size"])
 def _kv_fuse(
     tiles,
@@ -104,18 +119,7 @@ def _kv_fuse(
     written = (slots >= 0)[:, None] & within[None, :]
     at = (head * num_tokens + t)[:, None] * HEAD_SIZE
 
-    # Each dimension's partner in the rotation, and the sign with which it enters.
-    if NEOX:
-        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
-        pair = tl.where(d < PAIRS, d, d - PAIRS)
-        sign = tl.where(d < PAIRS, -1.0, 1.0)
-    else:
-        partner = tl.where(d < 2 * PAIRS, d ^ 1, d)
-        pair = d // 2
-        sign = tl.where(d % 2 == 0, -1.0, 1.0)
-    turned = d < 2 * PAIRS
-    pair = tl.where(turned, pair, 0)
-
+    partner, pair, sign, turned = _partners(d, PAIRS, NEOX)
     keys = tl.multiple_of(tl.load(row).to(tl.pointer_type(STORED)), ALIGN)
     k = _number(tl.load(keys + at + d[None, :], mask=written, other=0), FP8)
     if SCALED:
@@ -141,10 +145,10 @@ def _kv_fuse(
         shift_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         term = tl.load(shift_k + d, mask=within, other=0.0)[None, :]
         if PAIRS:
+            across = sign * tl.load(shift_k + partner, mask=within, other=0.0)
             angles = (start + t)[:, None] * PAIRS + pair[None, :]
             turning = valid[:, None] & turned[None, :]
             term = term * tl.load(cos + angles, mask=turning, other=1.0)
-            across = sign * tl.load(shift_k + partner, mask=within, other=0.0)
             term += across[None, :] * tl.load(sin + angles, mask=turning, other=0.0)
         k += weights * term
         shift_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE

@@ -79,6 +79,8 @@ def test_only_what_is_missing_is_evaluated(evaluate, tmp_path):
 def test_rows_of_another_run_are_refused(evaluate, tmp_path):
     evaluate("none")
     file = tmp_path / "new" / "rows.jsonl"
-    file.write_text("".join(json.dumps({**json.loads(line), "dtype": "float8"}) + "\n" for line in file.open()))
+    file.write_text(
+        "".join(json.dumps({**json.loads(line), "dtype": "float8"}) + "\n" for line in file.read_text().splitlines())
+    )
     with pytest.raises(ConfigError, match=r"another run \({'dtype': 'float8'}.*; choose another --out"):
         evaluate("none")
