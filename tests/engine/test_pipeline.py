@@ -364,12 +364,12 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         assert after.fallback is None
         if after.plan.way == "fuse":
             assert after.policy == before.policy and after.text == before.text
-        pipeline._profile = replace(profile, fused=(1e6,) * 6)  # fusion takes for ever
+        pipeline._router.profile = replace(profile, fused=(1e6,) * 6)  # fusion takes for ever
         *_, left = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         *_, full = runner.run(events_of(pipeline, QUESTIONS[0], "full", top_k=6, fresh=True))
         assert (left.plan.way, left.policy, left.usage.reused_tokens) == ("prefill", "full", 0)
         assert left.text == full.text and full.plan is None
-        pipeline._profile = profile
+        pipeline._router.profile = profile
         pipeline.workspace.store.delete(chunks)
         *_, lost = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         assert lost.plan.way == "prefill" and "no usable KV" in lost.fallback and lost.text == full.text
@@ -378,4 +378,4 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         *_, other = runner.run(events_of(pipeline, QUESTIONS[0], "none", top_k=6, fresh=True))
         assert other.plan is None and other.policy.label == "none"
     finally:
-        pipeline._profile = None
+        pipeline._router.profile = None
