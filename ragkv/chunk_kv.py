@@ -1,7 +1,8 @@
-"""Names the KV of chunks, has it precomputed, and finds it again: the step from token ids to an engine's tasks.
+"""Builds the store keys and the engine's tasks for chunks' KV, and precomputes what is missing.
 
-Every chunk has a record that was precomputed directly after the anchor. Where num_contexts is above 1, it has a second
-one: the mean of its KV over several contexts. A prompt's first chunk takes the first record, which is exact there.
+Every chunk has an entry that was precomputed directly after the anchor. Where `num_contexts` is above 1 it has a second
+one: its mean KV over `num_contexts` - 1 computations, each with another chunk in between. The chunk that comes first in
+a prompt uses the former, which is exact there. Changing a hash or a key here orphans every stored entry.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ from ragkv.store.record import ChunkKey
 class ChunkKV:
     """The KV of chunks, precomputed after one anchor by one model.
 
-    num_contexts: in how many contexts each chunk is precomputed: after the anchor alone, and after other chunks for its
-    mean. contexts: how those other chunks are chosen, a name that keeps means of different kinds apart.
+    heads: the range of KV heads in an entry. num_contexts: how often each chunk is precomputed: once after the anchor
+    alone, otherwise after another chunk, for its mean. contexts: the name of the rule by which those other chunks are
+    chosen; part of the mean's key.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class ChunkKV:
         return Span(start, start + num_tokens, chunk_hash, self.anchor_hash)
 
     def averaged(self, span: Span) -> Span:
-        """Return the same span with the chunk's mean KV."""
+        """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
         return replace(span, anchor_hash=self.mean_hash)
 
     def task(self, prompt: Prompt, chunk_hashes: Sequence[str], policy: Policy, store: KVStore) -> FuseTask:
@@ -63,7 +65,7 @@ class ChunkKV:
         return FuseTask(tuple(spans), policy)
 
     def without_mean(self, task: FuseTask) -> list[str]:
-        """Return the hashes of the chunks of a task that have no mean KV, though it would be nearer to full prefill."""
+        """Return the hashes of the chunks of a task that have no mean KV, although a mean would be more accurate."""
         if self.num_contexts == 1:
             return []
         start = len(self._anchor)
@@ -82,11 +84,13 @@ class ChunkKV:
         others: Mapping[str, Sequence[Span]],
         done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
     ) -> int:
-        """Precompute the records that these chunks (hash to token ids) lack. Return how many chunks had none.
+        """Precompute the entries that these chunks (hash to token ids) lack.
 
-        others: for each chunk, the chunks after which its KV is averaged, likeliest first, in the spans in which they
-        were precomputed. Those without KV are passed over. done: called with each chunk's hash and the number of
-        contexts that were precomputed. Raises StoreError if there is no space.
+        Returns how many chunks had no entry after the anchor.
+
+        others: for each chunk, the chunks that may precede it for its mean, likeliest first, in the spans in which they
+        were precomputed; those without KV are passed over. done: called with a chunk's hash and the number of contexts
+        for each entry. Raises StoreError if there is no space.
         """
         missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
         await _run_all(self._precompute(engine, h, tokens, done) for h, tokens in missing.items())
@@ -110,7 +114,7 @@ class ChunkKV:
         others: Sequence[Span],
         done: Callable[[str, int], None],
     ) -> None:
-        room = engine.max_model_len - len(tokens) - 2
+        room = engine.max_model_len - len(tokens) - 2  # tokens that vLLM itself computes at the prompt's end
         fitting = [span for span in others if span.end <= room][: self.num_contexts - 1]
         alone = self.span(chunk_hash, len(tokens))
         task = MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
@@ -119,7 +123,7 @@ class ChunkKV:
 
 
 async def _run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run them at once, so that vLLM batches them. Raises only the first error: one reason stops them all."""
+    """Run them at once, so that vLLM batches them. Raises only the first error: usually all have the same reason."""
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:

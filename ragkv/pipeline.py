@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """One tenant's documents and a running model. Many tasks of one event loop may use it at a time.
+    """One tenant's documents and a running model. The server, the CLI and the evaluations call it.
 
-    indexer and catalog change and list the tenant's own documents. Answers also come from the documents of other
-    tenants that it may read.
+    indexer changes the tenant's own documents, catalog lists them. Answers also come from the documents of other
+    tenants that it may read. Many tasks of one event loop may use it at a time.
     """
 
     def __init__(self, workspace: Workspace, tenant: str = MAIN) -> None:
@@ -69,7 +69,7 @@ class Pipeline:
     ) -> "Pipeline":
         """Check the home and its models, then load them (half a minute). `report` is called with a line for each step.
 
-        start: whether to start vLLM now, or with the first work that needs it. Raises ModelError for a missing model,
+        start: False leaves vLLM's start to the first work that needs it. Raises ModelError for a missing model,
         StoreError for a home of another model or version, before vLLM starts.
         """
         pipeline = cls(Workspace(config, report), tenant)
@@ -82,7 +82,7 @@ class Pipeline:
         return await self.workspace.start(report)
 
     def for_tenant(self, tenant: str) -> "Pipeline":
-        """Open another tenant's pipeline on the same models; it is closed with this one."""
+        """Return another tenant's pipeline on the same models. Closing this one closes it; don't close it by itself."""
         other = Pipeline(self.workspace, tenant)
         self._siblings.append(other)
         return other
@@ -99,7 +99,9 @@ class Pipeline:
         progress: Callable[[IngestProgress], None] = lambda step: None,
         hint: Hint | None = None,
     ) -> IngestReport:
-        """Bring the index up to date with these files and folders; documents that are missing from them are removed.
+        """Bring the index up to date with these files and folders.
+
+        Documents that were indexed from one of these folders and are no longer in it are removed; others stay.
 
         Unchanged documents cost no work. Interrupted at any moment, it continues where it stopped when run again: a
         document is in the catalogue only once the KV of all its chunks is stored. hint: how the KV of all documents in
@@ -116,7 +118,7 @@ class Pipeline:
         """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
 
         Chunks that don't fit into the context are left out, worst first, and so are earlier turns, oldest first.
-        Closing the generator frees everything. Raises ContextTooLongError if the question alone doesn't fit.
+        Closing the generator aborts the request. Raises ContextTooLongError if the question alone doesn't fit.
         """
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
         with self.workspace.idle.answering():
@@ -134,7 +136,7 @@ class Pipeline:
             yield self._answer(options, request, generation, sources)
 
     async def _retrieve(self, conversation: Conversation, options: AnswerOptions, max_model_len: int) -> Fitted:
-        """Search for the chunks of each question, and fit them and the conversation into the model's context."""
+        """Search for chunks, for each turn's question, and fit them and the conversation into the model's context."""
         layout = self.workspace.layout
         shown = conversation if layout.takes_turns or not conversation.turns else in_one_turn(conversation)
         layout.check_question(shown.question, shown.instruction, options.max_tokens, max_model_len)
@@ -144,7 +146,7 @@ class Pipeline:
     async def _settle(
         self, asked: Conversation, options: AnswerOptions, request: Request, generation: Generation
     ) -> None:
-        """Keep what the next request can use, and leave to idle time what this one showed to be missing."""
+        """Keep what the next request can use, and queue for idle time the KV that this one found missing."""
         report = generation.output.report
         if options.hint is not None:
             await self._hint(request.chunk_hashes, options.hint)
@@ -195,12 +197,12 @@ class Pipeline:
 
     @property
     def fallback(self) -> str | None:
-        """Why this model's KV can't be fused, None if it can: as found when vLLM last started."""
+        """Why this model's KV can't be fused, None if it can. vLLM's last start has found it out."""
         return self.workspace.fallback
 
     @property
     def counters(self) -> dict[str, int]:
-        """How often KV wasn't reused, by reason, and how many chunks were precomputed again for it."""
+        """How often KV wasn't reused, by reason; how many chunks were restored; how often vLLM was started again."""
         counters = dict(self.workspace.engine.counters) if self.workspace.engine else {}
         counters["engine_restarts"] = self.workspace.num_restarts
         restored = (self._restorer.num_restored, self._restorer.num_failed)
@@ -213,14 +215,14 @@ class Pipeline:
         return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory}
 
     async def _score(self, sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the log-probabilities of a sample's tokens after full prefill, and after its own fusion."""
+        """Return the log-probabilities of a sample's tokens after full prefill, and after the sample's own task."""
         engine = await self.workspace.start()
         (full,), _ = await engine.score(sample.prompt, replace(sample.task, policy=FULL), [sample.tokens])
         (fused,), _ = await engine.score(sample.prompt, sample.task, [sample.tokens])
         return full, fused
 
     async def _precompute_again(self, chunk_hash: str) -> bool:
-        """Restore the KV of a chunk, also of a tenant whose documents are searched too."""
+        """Precompute a chunk again, in whichever corpus that this tenant searches has it."""
         for corpus in self._search.corpora.values():
             if await Indexer(self.workspace, corpus).precompute_again(chunk_hash):
                 return True
@@ -229,5 +231,5 @@ class Pipeline:
     async def _hint(self, chunk_hashes: Sequence[str], hint: Hint) -> None:
         try:
             await asyncio.to_thread(self.workspace.store.hint, chunk_hashes, hint)
-        except StoreError as error:  # the answer is finished all the same
+        except StoreError as error:  # the answer is complete already
             logger.warning("a hint isn't kept: %s", error)

@@ -1,7 +1,7 @@
-"""Turns a fitted question into a `Request` for vLLM.
+"""Turns a question, whose chunks and earlier turns have been fitted into the context window, into a `Request` for vLLM.
 
-Knows which chunks have KV, which way answers sooner (`ragkv.controller`), and who may share vLLM's prefix cache. Knows
-nothing about retrieval or generation.
+Knows which chunks have KV, whether loading it or prefilling is faster (`ragkv.controller`), and who may share vLLM's
+prefix cache. Knows nothing about retrieval or generation. `Pipeline.answer` calls it once for each question.
 """
 
 import uuid
@@ -26,11 +26,12 @@ from ragkv.workspace import Workspace
 class Request:
     """One question, ready for the engine.
 
-    fitted: the prompt and the hits in it. requested: the task that fuses all of its chunks. task: the one that the
-    worker gets; None where vLLM prefills everything itself. policy: the one that will be used. plan: the controller's
-    choice, None if it wasn't asked. salt: separates vLLM's prefix cache; None shares it. continues: whether the salt is
-    that of the conversation's turn before. missing: hashes of chunks without KV that no worker will report.
-    without_mean: hashes of chunks that have KV of one context only.
+    fitted: the prompt and the hits in it. requested: the task that fuses all of the prompt's chunks, before the
+    controller's choice. task: the one that the worker gets; None where the controller leaves the prompt to vLLM's
+    prefill. policy: the one that will be used. plan: the controller's choice, None if it wasn't asked. salt: separates
+    vLLM's prefix cache; None shares it. continues: whether the salt is the one of the conversation's previous turn.
+    missing: hashes of chunks without KV; empty if there is a task, for then the worker reports them. without_mean:
+    hashes of chunks whose mean over contexts isn't stored, though the prompt could use it (`ChunkKV.without_mean`).
     """
 
     fitted: Fitted
@@ -54,7 +55,10 @@ class Request:
 
 
 class Router:
-    """Makes one tenant's requests. profile: what requests take on this machine; None leaves the controller out."""
+    """Makes one tenant's requests.
+
+    profile: how long requests take on this machine; None leaves the controller out.
+    """
 
     def __init__(self, workspace: Workspace, tenant: str) -> None:
         self._workspace, self._tenant = workspace, tenant
@@ -62,7 +66,7 @@ class Router:
         self.profile: Profile | None = None
 
     def route(self, asked: Conversation, options: AnswerOptions, fitted: Fitted, engine: Engine) -> Request:
-        """Decide how a fitted question is answered."""
+        """Decide how a fitted question is answered. Takes the conversation's salt: `keep` gives it back."""
         store, kv = self._workspace.store, self._workspace.chunk_kv(engine)
         hashes = [hit.chunk.chunk_hash for hit in fitted.hits]
         requested = kv.task(fitted.prompt, hashes, options.policy, store)
@@ -80,33 +84,39 @@ class Router:
             plan=chosen,
             salt=inherited or self._salt(fitted.prompt, policy, options),
             continues=inherited is not None,
-            missing=() if task else tuple(s.chunk_hash for s in requested.spans if not store.contains(kv.key(s))),
+            missing=()
+            if task is not None
+            else tuple(s.chunk_hash for s in requested.spans if not store.contains(kv.key(s))),
             without_mean=tuple(kv.without_mean(requested)),
         )
 
     def keep(self, request: Request, asked: Conversation, options: AnswerOptions, answer: str) -> None:
-        """Keep the request's salt for the conversation's next turn, which may then build upon the KV of this one."""
+        """Keep the request's salt for the conversation's next turn, which may then build upon the KV of this one.
+
+        Only needed where the salt names the whole prompt: the next turn, whose prompt is longer, wouldn't find it.
+        """
         if request.salt is not None and request.policy.recomputes_some and self._may_continue(options):
             turns = [*asked.turns, Turn(asked.question, answer)]
             self._salts.keep(request.salt, turns, *_context(asked, options), inherited=request.continues)
 
     def _may_continue(self, options: AnswerOptions) -> bool:
-        """Return whether vLLM may still have the KV of the turns before."""
+        """Return whether a turn's prompt begins with the one before, so that vLLM's prefix cache may have its KV."""
         return self._workspace.layout.takes_turns and not options.fresh
 
     def _salt(self, prompt: Prompt, policy: Policy, options: AnswerOptions) -> str | None:
-        """Return the salt that only those requests have that may share the prompt's KV in vLLM's prefix cache.
+        """Return the request's salt. Requests with the same salt share the prompt's KV in vLLM's prefix cache.
 
-        Fused KV is an approximation, shared only by requests that would compute the same one. Tenants share none: how
-        long a request takes could reveal what another tenant has asked.
+        Fused KV is an approximation: it is shared only by requests of the same policy, and where the policy recomputes
+        tokens, of the same prompt. (Chunks that were missing, or that the controller had computed, are nearer to exact
+        there.) Tenants share none: how long a request takes could reveal what another tenant has asked.
         """
         if options.fresh:
             return f"fresh-{uuid.uuid4().hex}"
         own = "" if self._tenant == MAIN else f"-{self._tenant}"
         if policy.is_full or not self._workspace.fuses:
             return f"ragkv-full{own}" if own else None
-        scope = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
-        return f"ragkv-{policy.label}-{scope}{own}"
+        same_prompt = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
+        return f"ragkv-{policy.label}-{same_prompt}{own}"
 
 
 def plan_task(
@@ -119,8 +129,9 @@ def plan_task(
 ) -> tuple[Plan, FuseTask | None]:
     """Return the quickest way to answer a prompt of `num_tokens`, and its task; None where vLLM prefills all of it.
 
-    in_memory: hashes of the chunks that the worker holds in memory; others are warm if their records are in the page
-    cache. Chunks without KV stay in the task, so that the worker reports them.
+    in_memory: hashes of the chunks that the worker, another process, has in memory. Chunks are cold, and slower to
+    load, if they are neither there nor in the page cache. Chunks without KV stay in the task, so that the worker
+    reports them.
     """
     keys = [kv.key(span) for span in task.spans]
     present = [i for i, key in enumerate(keys) if store.contains(key)]
@@ -132,8 +143,8 @@ def plan_task(
     chosen = plan(profile, num_tokens, chunks, task.policy)
     if chosen.way == "prefill":
         return chosen, None
-    computed = set(present) - {present[i] for i in chosen.chunks}
-    return chosen, replace(task, spans=tuple(span for i, span in enumerate(task.spans) if i not in computed))
+    left_to_vllm = set(present) - {present[i] for i in chosen.chunks}
+    return chosen, replace(task, spans=tuple(span for i, span in enumerate(task.spans) if i not in left_to_vllm))
 
 
 def _context(asked: Conversation, options: AnswerOptions) -> tuple[str, int, str]:

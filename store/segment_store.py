@@ -1,7 +1,8 @@
 """The KV store on disk, as requests and the indexer use it: put, find, read, evict and delete chunks' KV.
 
-`opening` opens and recovers its folder, `disk` is the folder, `snapshot` reads, `pool` keeps in memory what requests
-use, `usage` knows what to evict, and `admin` looks after the whole.
+Records are appended to large segment files, an entry's in one extent, and found by an index. `opening` opens and
+recovers the folder, `disk` is the folder, `snapshot` reads, `pool` keeps in memory what requests use, `usage` knows
+what to evict, and `admin` counts and verifies. The methods of `ragkv.store.base.KVStore` are documented there.
 """
 
 import logging
@@ -29,12 +30,12 @@ logger = logging.getLogger(__name__)
 class SegmentStore:
     """Chunk KV in the folder `path`. codec: how records are written from now on; stored ones may have others.
 
-    disk_bytes: what the records may take; for a chunk that needs room those are evicted that `eviction` values least.
-    None: no limit. memory_bytes: what is kept in memory of the chunks that requests use, by the same eviction; 0:
-    nothing. pinned: a GPU reads that memory by itself.
+    disk_bytes: the limit for records; to make room, the entries that `eviction` values least go first. None: no limit.
+    memory_bytes: the limit for entries kept in memory, chosen by the same eviction among those that requests use; 0:
+    none. pinned: that memory is page-locked, so that a GPU can copy from it directly.
 
-    Any number of processes may have the folder open, and write in turn; threads may share a store. Raises StoreError if
-    the folder holds something else, was made by another version, or can't be written.
+    Any number of processes may have the folder open; a lock excludes writers from each other. Threads may share a
+    store. Raises StoreError if the folder holds something else, was made by another version, or can't be written.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class SegmentStore:
         pinned: bool = False,
     ) -> None:
         self._codec, self._disk_bytes, self._usage = CODECS[codec], disk_bytes, Usage(eviction)
-        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # has the system read, holds no bytes
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # asks the system to; keeps no bytes
         self._has_memory = memory_bytes > 0
         self._pool = _take_pool(memory_bytes, eviction, pinned)
         self._staging: list[Staging] = []  # of snapshots that have ended
@@ -65,8 +66,10 @@ class SegmentStore:
         )
 
     def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
-        """Store one entry whose layers another store has encoded, as `put` does. Raises CorruptRecordError, having
-        written nothing, unless every record verifies."""
+        """Store one entry whose layers another store has encoded, for imports.
+
+        Raises CorruptRecordError, having written nothing, unless every record verifies.
+        """
         for i, record in enumerate(records):
             check(key.layer(i), record)
         self._put([(key, records)], [sum(padded(len(record)) for record in records)])
@@ -86,7 +89,7 @@ class SegmentStore:
                             self.disk.files.write(extent, records)
                             lengths = tuple(map(len, records))
                             changes.put(key.prefix(), Location(extent.segment, extent.offset, lengths))
-                        # Without room it is as if it had been stored and evicted: it comes back when it is asked for.
+                        # Without room it is as if it had been stored and evicted: it is precomputed when it is missed.
                         self._usage.put(changes, key.prefix(), size, cost=tokens_in(records[0]))
                     self.disk.files.sync(extent.segment for extent in taken)
                 except BaseException:
@@ -97,7 +100,10 @@ class SegmentStore:
         self._pool_version = -1
 
     def _make_room(self, sizes: Sequence[int]) -> list[bool]:
-        """Evict others for chunks of these sizes. Return which of them fit then."""
+        """Evict others for entries of these sizes. Returns which of them fit then.
+
+        An entry that alone exceeds the limit evicts nothing.
+        """
         if self._disk_bytes is None:
             return [True] * len(sizes)
         requested = 0
@@ -125,12 +131,12 @@ class SegmentStore:
         return key in self._pool
 
     def in_page_cache(self, key: ChunkKey) -> bool:
-        """Return whether the entry can be read without waiting for a disk."""
+        """Return whether the entry can be read without waiting for a disk; also True if it isn't stored."""
         location = self.disk.locate(key)
         return location is None or self.disk.files.is_cached(location.extent)
 
     def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
-        """Return the keys of all entries; with `evicted` also of evicted ones."""
+        """Return the keys of all entries; with `evicted` also of evicted ones, whose uses are still remembered."""
         with self.disk.errors("read"):
             return [ChunkKey.parse(key) for key in self.disk.index.chunks(evicted=evicted)]
 
@@ -184,8 +190,12 @@ class SegmentStore:
                 self._usage.hint(changes, bytes.fromhex(chunk_hash), hint)
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
-        """Delete every entry of these chunks for good: the bytes can't be read from the files any more when it
-        returns. Returns how many records that were."""
+        """Delete every entry of these chunks. Returns how many records that were.
+
+        When it returns, the bytes can't be read from the files any more. Copies in the memory of stores (this one's or
+        another process's) are never returned again, and given up when they are next asked for.
+        """
+        # An entry's key begins with its chunk's hash.
         return self._delete(map(bytes.fromhex, chunk_hashes), forget_uses=True)
 
     def delete_keys(self, keys: Iterable[ChunkKey]) -> int:

@@ -1,7 +1,9 @@
-"""Fills a request's blocks in passes over the model: each computes some tokens and loads spans as its layers need them.
+"""Fills a request's blocks of vLLM's paged cache: runs the model over some tokens while it loads stored KV for others.
 
-A layer's KV is read, checked and fused just before that layer attends, and dropped after it: no more than one layer is
-held. Knows nothing about policies: what to compute and to load comes as a `PassPlan`.
+One such forward is a pass. In it a layer's stored KV is read, checked and fused (rotated to its new position and
+written to its slots) just before that layer attends, and dropped after it: the device holds no more than one layer
+besides the one that is being copied. Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
+by its policy, `precompute` loads single layers. Knows nothing about policies.
 """
 
 import time
@@ -20,7 +22,7 @@ from ragkv.engine.shift import MeanShift
 from ragkv.engine.task import Job, Report, Span
 from ragkv.store.base import Snapshot
 
-_NOT_WRITTEN = -1  # a slot
+_NOT_WRITTEN = -1  # the slot of a token whose KV isn't to be written
 _UNKNOWN = (1 << 31) - 1  # a position after every query: nothing attends to it
 
 
@@ -28,7 +30,8 @@ _UNKNOWN = (1 << 31) - 1  # a position after every query: nothing attends to it
 class LayerView:
     """A layer, just before it attends. q, k, v: `[T, H, D]` of the tokens in the pass.
 
-    key_positions: `[N]`, of the keys; after every query where there is no key.
+    key_positions: `[N]`, the position of each key; where no key has been written, one after every query. An observer
+    must not keep `loaded` after it returns: the memory is used again.
     """
 
     layer: int
@@ -41,7 +44,7 @@ class LayerView:
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[Hkv, N, D]` of all tokens, in the pass or cached."""
+        """`[Hkv, N, D]` of all tokens, those in the pass and those that were loaded."""
         return self.blocks.keys(self.layer)
 
 
@@ -52,12 +55,14 @@ Observe = Callable[[LayerView], bool | None]  # returns True to end the pass
 class PassPlan:
     """What one pass computes and loads.
 
-    positions: `[T]`, sorted, of the tokens to compute. spans_at: the spans to load just before a layer attends.
-    observe: called with each layer before it attends. shift: move the spans' other tokens by the mean shift of those
-    that are computed. stage: where in the report the pass's time goes, apart from the load's. attend_in: where its
-    tokens attend by `selective_attention`: in the filler's `blocks`, if the spans and `positions` are all tokens up to
-    the last, or in its `paged`; None: by vLLM's own attention. flush: False leaves nothing in vLLM's blocks, if the
-    filler's are separate.
+    positions: `[T]`, sorted, on the host: the tokens to compute, none of them in vLLM's prefix cache. spans_at: the
+    spans to load just before a layer attends; where layers differ, the last layer's include all others'. observe:
+    called with each layer before it attends. shift: add the mean change of the KV of a span's computed tokens to its
+    other tokens. stage: the field of the report that the pass's time is added to, apart from the load's.
+
+    attend_in: the blocks over which the tokens attend by our kernel. That may be the filler's `blocks` only if the
+    spans and `positions` together are all tokens up to the last; else it is the filler's `paged`. None: vLLM's own
+    attention. flush: False leaves the pass's KV out of vLLM's blocks if the filler's are separate.
     """
 
     positions: torch.Tensor
@@ -72,8 +77,8 @@ class PassPlan:
 class BlockFiller:
     """The blocks of one request being filled.
 
-    blocks: where a layer's KV is put together; paged: vLLM's own blocks, None if kernels can't read them; is_separate:
-    whether the two differ, as they do on CPU.
+    blocks: where a layer's KV is put together. paged: vLLM's own blocks, None if our kernels can't read their layout.
+    is_separate: whether `blocks` is memory of ours, as on CPU, from which KV is copied (flushed) into vLLM's.
     """
 
     def __init__(self, loader: KVLoader, job: Job, report: Report) -> None:
@@ -81,11 +86,11 @@ class BlockFiller:
         self.blocks, self.paged = loader.blocks(job)
         self.is_separate = self.blocks is not self.paged
         self.slots = self.blocks.slots.clone()
-        if not self.is_separate:  # what vLLM's prefix cache has must not be written
+        if not self.is_separate:  # vLLM's prefix cache must not be written: other requests share those blocks
             self.slots[: job.num_prefix] = _NOT_WRITTEN
 
     def run(self, plan: PassPlan) -> None:
-        """Do one pass. Raises BadSpanError if a span can't be loaded, with some layers written."""
+        """Do one pass. Raises BadSpanError if a span can't be loaded; some layers are written then: fill them again."""
         stages = self.report.stages
         begin, loaded_before = time.perf_counter(), stages.load_ms
         with self.loader.snapshot() as snapshot:
@@ -94,11 +99,14 @@ class BlockFiller:
         setattr(stages, plan.stage, getattr(stages, plan.stage) + elapsed_ms)
 
     def is_transient(self, attend_in: Blocks | None) -> bool:
-        """Whether what a pass that attends there puts together is gone at its end, unless it is flushed."""
+        """Return whether a pass that attends there keeps its KV only if it is flushed."""
         return self.is_separate and attend_in is self.blocks
 
     def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
-        """Write one layer of a span into vLLM's blocks."""
+        """Write one layer of a span into vLLM's blocks, of a job without a cached prefix.
+
+        The caller checks at the end that the snapshot hasn't changed (`KVLoader.check_unchanged`).
+        """
         with self.loader.device_copy.in_use():
             loaded = self.loader.read(snapshot, layer, span)
             self.loader.fuse(layer, [loaded], self.blocks, self.slots)
@@ -117,7 +125,7 @@ class _Pass:
         self._mean_shift = MeanShift(plan.positions, device) if plan.shift else None
         num_computed = int(plan.positions[-1]) + 1 if len(plan.positions) else 0
         self._end = max([num_computed, *(span.end for span in plan.spans_at(0))])
-        self._key_positions = self._find_key_positions() if plan.observe else self._positions
+        self._key_positions = self._find_key_positions() if plan.observe else self._positions  # for observers
 
     def run(self) -> None:
         plan = self._plan
@@ -138,8 +146,9 @@ class _Pass:
             self._prefetch(layer + 1)
             begin = time.perf_counter()
             loaded = self._load(layer, k, v)
-            self._put(layer, k, v)
+            self._put_together(layer, k, v)
             self._flush(layer)
+            self._put_after_flush(layer, k, v)
             self._record_load(layer, begin)
             observe = self._plan.observe
             if observe is None:
@@ -157,13 +166,10 @@ class _Pass:
         self._loader.fuse(layer, loaded, self._blocks, self._slots, shifts)
         return loaded
 
-    def _put(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the computed tokens' KV where kernels read it: vLLM itself writes it only after this."""
-        attend_in = self._plan.attend_in
-        if len(self._positions) and (self._plan.observe or attend_in is self._blocks):
+    def _put_together(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the computed tokens' KV next to the loaded, for our kernel and observers: vLLM writes it only later."""
+        if len(self._positions) and (self._plan.observe or self._plan.attend_in is self._blocks):
             self._blocks.put(layer, self._positions, k, v)
-        if attend_in is not None and attend_in is not self._blocks:
-            attend_in.put(layer, self._positions, k, v)
 
     def _flush(self, layer: int) -> None:
         """Copy the layer into vLLM's blocks: all of it, or the loaded spans where vLLM writes the rest."""
@@ -175,6 +181,12 @@ class _Pass:
             return
         for span in self._plan.spans_at(layer):
             self._blocks.flush(layer, max(span.start, first), span.end)
+
+    def _put_after_flush(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the computed tokens' KV into vLLM's blocks where our kernel reads those. A flush overwrites it."""
+        attend_in = self._plan.attend_in
+        if attend_in is not None and attend_in is not self._blocks:
+            attend_in.put(layer, self._positions, k, v)
 
     def _record_load(self, layer: int, begin: float) -> None:
         stages, end = self._filler.report.stages, time.perf_counter()

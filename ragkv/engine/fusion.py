@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepBudget:
-    """How much of a fusion is done in an engine step: about `slice_tokens` tokens. Changes from step to step.
+    """How much of a fusion is done in an engine step: about `slice_tokens` tokens. Set anew before each step.
 
     alone: no other request waits for the end of the step.
     """
@@ -54,9 +54,11 @@ class Fusion:
         self._loader, self._forward = loader, loader.forward
 
     def fuse(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
-        """Fill the job's blocks; yields where an engine step is to end, returns the report.
+        """Fill the job's blocks; yields at each boundary of an engine step, returns the report.
 
-        A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness.
+        A chunk whose KV is missing or damaged is computed like any other text: that costs time, not correctness. If
+        that turns out during a pass, everything is filled again without the chunk; the times of both attempts are
+        reported.
         """
         assert isinstance(job.task, FuseTask)
         stages = StageReport(trace=[] if job.task.trace else None)
@@ -88,7 +90,7 @@ class Fusion:
         return report
 
     def prefetch(self, job: Job) -> None:
-        """Have what the job is going to read brought into the page cache while it waits for its turn."""
+        """Ask the system to read ahead the files that the job needs, while it waits for its turn."""
         task = job.task.fuse if isinstance(job.task, ScoreTask) else job.task
         assert isinstance(task, FuseTask)
         if not task.policy.is_full:
@@ -96,7 +98,7 @@ class Fusion:
                 self._loader.store.prefetch(map(self._loader.key, task.spans))
 
     def score(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
-        """Fuse the prompt proper, then run each continuation after it."""
+        """Fuse the prompt, then run each continuation after it, with the prompt's last token first."""
         task = job.task
         assert isinstance(task, ScoreTask)
         prompt = job.token_ids[: task.num_prompt_tokens]
@@ -109,7 +111,7 @@ class Fusion:
 
 
 class _Attempt:
-    """One attempt to fuse a request from the spans whose KV the store seems to have."""
+    """One attempt to fuse a request from the spans whose KV the store reports; reading them may still fail."""
 
     def __init__(self, loader: KVLoader, job: Job, spans: Sequence[Span], report: Report) -> None:
         assert isinstance(job.task, FuseTask)
@@ -121,20 +123,20 @@ class _Attempt:
         self._cached = torch.zeros(len(positions), dtype=torch.bool)
         for span in spans:
             self._cached[span.start : span.end] = True
-        self._writable = positions[job.num_prefix :]
+        self._writable = positions[job.num_prefix :]  # not in vLLM's prefix cache
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
         self._eligible = self._cached.clone()
         self._exact_until = exact_until(spans)
         self._eligible[: self._exact_until] = False
-        self._num_loaded = 0  # layers of every span that are in the blocks
+        self._num_loaded = 0  # of every span, so many of the first layers are in the blocks already
 
-    def run(self, budget: StepBudget) -> Generator[None, None, None]:
+    def run(self, step: StepBudget) -> Generator[None, None, None]:
         policy = self._policy
         if not policy.pays(len(self._uncached), len(self._writable)):
             policy = FULL
         self._report.policy = policy
         if policy.is_full or not self._spans:
-            yield from self._recompute_all(budget)
+            yield from self._recompute_all(step)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             attend_in = self._where_to_attend(self._uncached, self._spans)
@@ -143,11 +145,11 @@ class _Attempt:
             chosen = self._choose(policy)
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
-            yield from self._recompute(selected, self._spans, budget, shift=policy.shift)
+            yield from self._recompute(selected, self._spans, step, shift=policy.shift)
 
-    def _recompute_all(self, budget: StepBudget) -> Generator[None, None, None]:
+    def _recompute_all(self, step: StepBudget) -> Generator[None, None, None]:
         self._count(self._writable)
-        yield from self._recompute(self._writable, (), budget, shift=False)
+        yield from self._recompute(self._writable, (), step, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
         self._report.tokens.recomputed = len(computed)
@@ -156,16 +158,19 @@ class _Attempt:
 
     def _choose(self, policy: Policy) -> torch.Tensor:
         """Return the positions of the cached tokens to recompute, sorted."""
-        budget = int(policy.budget * int(self._cached.sum()))
+        num_tokens = int(policy.budget * int(self._cached.sum()))
         if policy.uses_votes:
-            return self._choose_by_votes(policy, budget)
+            return self._choose_by_votes(policy, num_tokens)
         if policy.uses_deviations:
-            return self._choose_by_deviation(policy, budget)
+            return self._choose_by_deviation(policy, num_tokens)
         chunks = [(span.start, span.end) for span in self._spans if bool(self._eligible[span.start])]
-        return chunk_heads(chunks, budget)
+        return chunk_heads(chunks, num_tokens)  # EPIC
 
-    def _choose_by_votes(self, policy: Policy, budget: int) -> torch.Tensor:
-        """Run the uncached tokens, the question above all, over the stale cache; load the layers that this reaches."""
+    def _choose_by_votes(self, policy: Policy, num_tokens: int) -> torch.Tensor:
+        """Run the uncached tokens, the question above all, over the loaded KV, up to the last voting layer.
+
+        Nothing is chosen if no text follows the chunks, for then nobody votes.
+        """
         voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MAX_VOTERS:]
         if not len(voters):
             return self._uncached[:0]
@@ -179,14 +184,17 @@ class _Attempt:
         self._filler.run(plan)
         self._num_loaded = layers.stop if is_kept else 0
         attention, counts = votes.results()
-        chosen = top_voted(counts, self._eligible, budget)
+        chosen = top_voted(counts, self._eligible, num_tokens)
         whole = float(attention[self._eligible].sum())
         self._report.votes.covered = float(attention[chosen].sum()) / whole if whole else None
         self._report.votes.evenness = evenness(attention, self._eligible)
         return chosen
 
-    def _choose_by_deviation(self, policy: Policy, budget: int) -> torch.Tensor:
-        """Run all tokens through the first layers; in the gradual variant, then fewer of them through one more."""
+    def _choose_by_deviation(self, policy: Policy, num_tokens: int) -> torch.Tensor:
+        """Run all tokens through the first layers; in the gradual variant, those that are left through one layer more.
+
+        Of the tokens computed at a layer, those stay whose K or V deviates most from the stored.
+        """
         candidates = self._writable[self._cached[self._writable]]
         eligible = self._eligible
         last = len(self._forward.layers) - 1
@@ -195,36 +203,36 @@ class _Attempt:
             of_keys = policy.selection == Selection.CACHEBLEND_K
             probe = Deviations(self._loader, computed, min(layer, last), len(self._cached), of_keys=of_keys)
             self._filler.run(PassPlan(computed, self._all_spans, probe.observe, stage="probe_ms"))
-            candidates = top_deviating(probe.deviations, eligible, int(factor * budget))
+            candidates = top_deviating(probe.deviations, eligible, int(factor * num_tokens))
             eligible = torch.zeros_like(eligible).index_fill_(0, candidates, True)
         return candidates
 
     def _recompute(
-        self, selected: torch.Tensor, spans: Sequence[Span], budget: StepBudget, *, shift: bool
+        self, selected: torch.Tensor, spans: Sequence[Span], step: StepBudget, *, shift: bool
     ) -> Generator[None, None, None]:
         """Recompute slices in order of position, each over the KV that the earlier ones left, like chunked prefill.
 
-        A span is loaded with the first slice that reaches it: the layers that no earlier pass has loaded, or all of
-        them if it shifts. A shift needs all recomputed tokens of a span at once, so there no slice ends in a span.
+        A span is loaded with the first slice that reaches it: the layers that the probe hasn't loaded, or all layers if
+        the span is shifted. A shift needs all recomputed tokens of a span at once, so no slice ends inside such a span.
         """
         any_spans, spans, done, num_loaded = bool(spans), list(spans), 0, self._num_loaded
         while done < len(selected):
-            if done or (self._report.stages.probe_ms and not budget.alone):  # the probe was enough for one step
+            if done or (self._report.stages.probe_ms and not step.alone):  # the probe has used up this step
                 yield
-            end = min(len(selected), done + max(1, budget.slice_tokens))
+            end = min(len(selected), done + max(1, step.slice_tokens))
             if shift:
                 end = end_of_slice(selected, end, spans)
             part = selected[done:end]
             bound = int(part[-1]) + 1 if end < len(selected) else len(self._cached)
             reached, spans = [s for s in spans if s.start < bound], [s for s in spans if s.start >= bound]
             attend_in = self._where_to_attend(part, reached) if any_spans else None
-            anew = self._filler.is_transient(attend_in)
-            moved = [s for s in reached if anew or (shift and len(rows_in(part, s)))]
+            reload_all = self._filler.is_transient(attend_in)
+            whole = [s for s in reached if reload_all or (shift and len(rows_in(part, s)))]
 
             def spans_at(
-                layer: int, reached: Sequence[Span] = reached, moved: Sequence[Span] = moved
+                layer: int, reached: Sequence[Span] = reached, whole: Sequence[Span] = whole
             ) -> Sequence[Span]:
-                return reached if layer >= num_loaded else moved
+                return reached if layer >= num_loaded else whole
 
             self._filler.run(PassPlan(part, spans_at, shift=shift, attend_in=attend_in))
             done = end
@@ -233,7 +241,10 @@ class _Attempt:
         return self._spans
 
     def _where_to_attend(self, positions: torch.Tensor, spans: Sequence[Span]) -> Blocks | None:
-        """Return blocks that have K and V of all tokens up to these, for our attention kernel; None to use vLLM's."""
+        """Return blocks that have K and V of all tokens up to these, for our attention kernel.
+
+        None: vLLM's own attention is used.
+        """
         filler, kernels = self._filler, self._loader.kernels
         if not (len(positions) and self._loader.can_attend and pays(kernels, positions)):
             return None

@@ -142,6 +142,17 @@ def test_a_pass_that_is_not_flushed_leaves_nothing_of_its_spans(loader):
     assert filler.is_transient(attend_in) == filler.is_separate == is_left_alone
 
 
+def test_tokens_of_a_loaded_span_attend_to_each_other_in_the_model_s_blocks(loader):
+    positions, found = torch.tensor([13, 14, 18, 21, 22, 23]), []
+    for is_own in (False, True):
+        for layer in loader.forward.layers:
+            layer.kv_cache.fill_(-1)
+        filler = BlockFiller(loader, job(), Report())
+        filler.run(PassPlan(positions, lambda _: SPANS, attend_in=filler.paged if is_own else None))
+        found.append([x for layer in range(NUM_LAYERS) for x in kv(loader, layer)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_what_vllm_s_prefix_cache_has_is_not_written(loader):
     for layer in loader.forward.layers:
         layer.kv_cache.fill_(-1)

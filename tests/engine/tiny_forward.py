@@ -70,7 +70,8 @@ class TinyForward:
             q, k = (self.rotation.rotate(heads.transpose(0, 1), positions).transpose(0, 1) for heads in (q, k))
             if before_layer is not None and before_layer(layer, q, k, v):
                 return x
-            self.write(layer, k, v, slots)
+            if attend is None:  # else nobody writes K and V but who gave `attend`, as with vLLM's layers
+                self.write(layer, k, v, slots)
             out = attend(layer, q) if attend is not None else self._attend(layer, q, pieces)
             x = x + out.flatten(1) @ self._to_out[layer]
         return x
