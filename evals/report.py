@@ -3,6 +3,7 @@
 Knows nothing about models: it reads rows.
 """
 
+import gzip
 import html
 import json
 from collections.abc import Sequence
@@ -66,11 +67,13 @@ def write(files: Sequence[Path], out: Path, against: str) -> Path:
 
 def _read(file: Path) -> Results:
     try:
-        lines = file.read_text().splitlines()
+        data = file.read_bytes()
+        lines = (gzip.decompress(data) if file.suffix == ".gz" else data).decode().splitlines()
         rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
-        return Results(file.stem, rows[0]["dataset"], rows)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {error!r}") from error
+        return Results(file.name.partition(".")[0], rows[0]["dataset"], rows)
+    except (OSError, EOFError, ValueError, KeyError, IndexError) as error:
+        problem = type(error).__name__ if isinstance(error, UnicodeDecodeError) else repr(error)
+        raise ConfigError(f"{file} holds no results of `ragkv eval quality`: {problem}") from error
 
 
 def _draw_drift(result: Results, file: Path) -> None:

@@ -1,3 +1,4 @@
+import gzip
 import json
 import random
 
@@ -95,3 +96,12 @@ def test_two_files_of_one_name_are_refused(results, tmp_path):
     other.write_text(results.read_text())
     with pytest.raises(ConfigError, match=r"two files are called rows\.jsonl"):
         report.write([results, other], tmp_path / "out", "x")
+
+
+def test_compressed_rows_are_read_and_other_bytes_are_named_without_being_shown(results, tmp_path):
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(results.read_bytes()))
+    assert report.write([packed], tmp_path / "out", "cacheblend:0.15@alone").exists()
+    packed.with_suffix("").write_bytes(packed.read_bytes())
+    with pytest.raises(ConfigError, match=r"packed\.jsonl holds no results of `ragkv eval quality`: \w+$"):
+        report.write([packed.with_suffix("")], tmp_path / "out", "x")
