@@ -367,7 +367,7 @@ def test_the_controller_plans_by_a_profile_of_this_machine(runner, pipeline, cor
         pipeline._router.profile = replace(profile, fused=(1e6,) * 6)  # fusion takes for ever
         *_, left = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.05", top_k=6, fresh=True))
         *_, full = runner.run(events_of(pipeline, QUESTIONS[0], "full", top_k=6, fresh=True))
-        assert (left.plan.way, left.policy, left.usage.reused_tokens) == ("prefill", "full", 0)
+        assert (left.plan.way, left.policy.label, left.usage.reused_tokens) == ("prefill", "full", 0)
         assert left.text == full.text and full.plan is None
         pipeline._router.profile = profile
         pipeline.workspace.store.delete(chunks)
