@@ -45,7 +45,7 @@ class Rotation:
         return out
 
     def _parts(self) -> tuple[slice, slice, slice]:
-        """The dimensions of the pairs' first and second numbers, and those that aren't rotated."""
+        """Return the dimensions of the pairs' first and second numbers, and those that aren't rotated."""
         size = 2 * self.cos.shape[-1]
         if self.neox:
             return slice(0, size // 2), slice(size // 2, size), slice(size, None)

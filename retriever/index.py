@@ -52,7 +52,7 @@ class VectorIndex:
             log.warning("the vector index '%s' is rebuilt from the catalogue: %s", self._path, error)
 
     def __len__(self) -> int:
-        """The number of chunks that can be found."""
+        """Return the number of chunks that can be found."""
         with self._lock:
             return self._index.ntotal if self._index is not None else 0
 

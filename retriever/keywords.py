@@ -68,7 +68,7 @@ class KeywordIndex:
         self._built: _Built | None = None  # replaced as a whole, so that searches need no lock
 
     def __len__(self) -> int:
-        """The number of chunks that can be found: those that have words."""
+        """Return the number of chunks that can be found: those that have words."""
         built = self._built
         return len(built.ids) if built else 0
 

@@ -7,7 +7,7 @@ from typer.core import TyperGroup
 
 from ragkv.cli.output import err
 
-EXTRA = ("matplotlib", "rouge_score")  # what only `pip install 'ragkv[eval]'` installs
+EXTRA = ("aiohttp", "httpx", "matplotlib", "psutil", "rouge_score")  # the packages of `ragkv[eval]`
 
 
 class Evaluations(TyperGroup):

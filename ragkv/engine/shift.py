@@ -43,7 +43,7 @@ class MeanShift:
         return [_weighted(item, offsets, *next(means)) if len(rows) else None for item, rows, offsets in with_rows]
 
     def _rows(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the pass's tokens lie in the span, and their offsets in it."""
+        """Return which of the pass's tokens lie in the span, and their offsets in it."""
         if span not in self._span_to_rows:
             inside = rows_in(self._positions, span)
             offsets = self._positions[inside] - span.start

@@ -95,6 +95,9 @@ class RequestLog:
         trace.get_current_span().set_attribute("ragkv.request_id", correlation_id.get() or "")
         try:
             await self._app(scope, receive, watched)
+        except Exception:  # a bug: the answer is sent, with this status, after the line is written
+            status = status or 500
+            raise
         finally:
             _log(scope, status, 1e3 * (time.perf_counter() - begin))
 

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from ragkv.cli.evaluations import EXTRA
+
+ONLY_THERE = ("matplotlib", "rouge_score")  # the other packages of the extra come with vLLM too
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 LOADED = """
 import sys
@@ -21,8 +26,18 @@ main()
 
 
 def run(code, *arguments):
-    command = [sys.executable, "-c", code % (EXTRA,), *arguments]
+    command = [sys.executable, "-c", code % (ONLY_THERE,), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def names(requirements):
+    return {requirement.partition(">")[0].replace("-", "_") for requirement in requirements}
+
+
+def test_the_hint_knows_every_package_of_the_extra():
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    assert set(EXTRA) == names(project["optional-dependencies"]["eval"])
+    assert not set(ONLY_THERE) & names(project["dependencies"])
 
 
 def test_the_product_loads_nothing_of_the_extra():

@@ -96,6 +96,13 @@ def test_all_log_lines_of_a_request_have_its_id(pipeline, client, lines) -> None
     assert odd["path"] == "/v1/documents/a\nb" and "\n" not in odd["message"]
 
 
+def test_a_bug_is_logged_with_its_status(pipeline, client, lines) -> None:
+    pipeline.play([RuntimeError("a bug")])
+    response = client.post("/v1/answer", json=QUESTION, headers={"X-Request-Id": "mine"})
+    assert response.status_code == 500
+    assert 500 in [line.get("status") for line in lines(1)]
+
+
 def test_a_client_that_disconnects_is_logged_too(pipeline, client, lines) -> None:
     pipeline.play([*SCRIPT[:2], asyncio.Event()])
     with client.stream(
