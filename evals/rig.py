@@ -14,7 +14,7 @@ from ragkv.controller.requests import Bench
 from ragkv.engine.engine import Engine
 from ragkv.errors import ModelError
 from ragkv.prompt import PromptLayout
-from ragkv.store.segment_store import SegmentStore
+from ragkv.store.disk_store import DiskStore
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rig:
     """A running engine, its store, and what lays out prompts for them."""
 
     engine: Engine
-    store: SegmentStore
+    store: DiskStore
     kv: ChunkKV
     layout: PromptLayout
     model: Path
@@ -46,7 +46,7 @@ async def rig(
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            with closing(SegmentStore(Path(folder))) as store:
+            with closing(DiskStore(Path(folder))) as store:
                 yield Rig(
                     engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts), layout, model
                 )

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ragkv.engine.connector import WorkerExtension
 from ragkv.store.base import Snapshot
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segment_store import SegmentStore
 
 
 class SlowDiskWorker(WorkerExtension):
@@ -15,17 +15,17 @@ class SlowDiskWorker(WorkerExtension):
 
     def ragkv_attach(self) -> str | None:
         mib_s = self.vllm_config.additional_config["read_mib_s"]  # type: ignore[attr-defined]
-        SegmentStore.snapshot = slowed(SegmentStore.snapshot, mib_s)  # type: ignore[assignment, method-assign]
+        DiskStore.snapshot = slowed(DiskStore.snapshot, mib_s)  # type: ignore[assignment, method-assign]
         return super().ragkv_attach()
 
 
 def slowed(
-    open_snapshot: Callable[[SegmentStore], AbstractContextManager[Snapshot]], mib_s: float
-) -> Callable[[SegmentStore], AbstractContextManager["SlowSnapshot"]]:
-    """Return `SegmentStore.snapshot` with reads at `mib_s` MiB/s, of a store without memory of its own."""
+    open_snapshot: Callable[[DiskStore], AbstractContextManager[Snapshot]], mib_s: float
+) -> Callable[[DiskStore], AbstractContextManager["SlowSnapshot"]]:
+    """Return `DiskStore.snapshot` with reads at `mib_s` MiB/s, of a store without memory of its own."""
 
     @contextmanager
-    def snapshot(store: SegmentStore) -> Iterator[SlowSnapshot]:
+    def snapshot(store: DiskStore) -> Iterator[SlowSnapshot]:
         with open_snapshot(store) as inner:
             yield SlowSnapshot(inner, store, Throttle(mib_s))
 
@@ -35,7 +35,7 @@ def slowed(
 class SlowSnapshot:
     """A snapshot whose records arrive no earlier than from a disk of the throttle's bandwidth."""
 
-    def __init__(self, snapshot: Snapshot, store: SegmentStore, throttle: "Throttle") -> None:
+    def __init__(self, snapshot: Snapshot, store: DiskStore, throttle: "Throttle") -> None:
         self._snapshot, self._store, self._throttle = snapshot, store, throttle
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
@@ -43,9 +43,6 @@ class SlowSnapshot:
         if kv is not None:
             self._throttle.wait((key, layer), self._num_bytes(key, layer))
         return kv
-
-    def deleted(self) -> list[ChunkKey]:
-        return self._snapshot.deleted()
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         self._snapshot.prefetch(key, layer)

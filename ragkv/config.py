@@ -107,12 +107,12 @@ class StoreConfig(Section):
     )
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of a `SegmentStore` that writes, as plain data."""
+        """Return the keyword arguments of a `DiskStore` that writes, as plain data."""
         disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
         return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
 
     def worker_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the `SegmentStore` of a worker that serves requests."""
+        """Return the keyword arguments of the `DiskStore` of a worker that serves requests."""
         return {**self.options(), "memory_bytes": round(self.memory_gib * (1 << 30))}
 
 

@@ -17,7 +17,7 @@ import filelock
 from ragkv.config import MAIN, TENANT_NAME
 from ragkv.errors import BusyError, ConfigError, StoreError
 from ragkv.retriever.catalog import Catalog
-from ragkv.store.segment_store import SegmentStore
+from ragkv.store.disk_store import DiskStore
 
 # Rows of the catalogue: how many contexts a chunk is precomputed in, and the hash of the anchor before it.
 NUM_CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
@@ -74,8 +74,8 @@ class Home:
         self.make()
         return Catalog(self.catalog_of(tenant), scope="" if tenant == MAIN else tenant)
 
-    def open_store(self, **options: Any) -> SegmentStore:
-        return SegmentStore(self.kv, **options)
+    def open_store(self, **options: Any) -> DiskStore:
+        return DiskStore(self.kv, **options)
 
     def chunk_hashes(self) -> set[str]:
         """Return the chunk hashes of every tenant's documents."""

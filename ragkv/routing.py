@@ -18,7 +18,7 @@ from ragkv.engine.task import FuseTask
 from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.store.segment_store import SegmentStore
+from ragkv.store.disk_store import DiskStore
 from ragkv.workspace import Workspace
 
 
@@ -124,7 +124,7 @@ def plan_task(
     num_tokens: int,
     task: FuseTask,
     kv: ChunkKV,
-    store: SegmentStore,
+    store: DiskStore,
     in_memory: Container[str] = (),
 ) -> tuple[Plan, FuseTask | None]:
     """Return the quickest way to answer a prompt of `num_tokens`, and its task; None where vLLM prefills all of it.

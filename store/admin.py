@@ -1,100 +1,130 @@
-"""Looks after a store as a whole and its records as files: for the CLI, the indexer and evaluations. No request waits
+"""Looks after a store as a whole and its entries as files: for the CLI, the indexer and evaluations. No request waits
 for it."""
 
-import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 from ragkv.store.base import StoreStats, Verification
-from ragkv.store.disk import Disk
-from ragkv.store.index import Location
-from ragkv.store.record import ChunkKey, CorruptRecordError, check, codec_name
-from ragkv.store.segments import outside
-from ragkv.store.verification import verify_records
+from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
+from ragkv.store.opening import USAGE_NAME, store_errors
+from ragkv.store.record import ChunkKey, CorruptRecordError, check, codec_name, decode
+from ragkv.store.usage import Usage
 
 
 class StoreAdmin:
-    """`SegmentStore.admin`. Raises StoreError for a folder that can't be read."""
+    """`DiskStore.admin`. Raises StoreError for a folder that can't be read."""
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk, self._files, self._index = disk, disk.files, disk.index
+    def __init__(self, path: Path, entries: EntryFolder, usage: Usage) -> None:
+        self._path, self._entries, self._usage = path, entries, usage
 
     def stats(self) -> StoreStats:
-        with self._disk.errors("read"):
-            lengths = [location.lengths for _, location in self._index.locations()]
+        with self._errors():
+            lengths = {key: file.layout.lengths for key, file in self._files()}
+            table_bytes = sum(file.stat().st_blocks * 512 for file in self._path.glob(f"{USAGE_NAME}*"))
             return StoreStats(
-                len({ChunkKey.parse(key).chunk_hash for key in self._index.chunks()}),
-                sum(map(len, lengths)),
-                sum(map(sum, lengths)),
-                self._index.size_on_disk() + self._files.size_on_disk(),
+                len({key.chunk_hash for key in lengths}),
+                sum(map(len, lengths.values())),
+                sum(map(sum, lengths.values())),
+                table_bytes + self._entries.size_on_disk(),
             )
 
     def gauges(self) -> dict[str, int]:
-        """Return what is counted quickly: entries stored and evicted, bytes of the segments."""
-        with self._disk.errors("read"):
-            stored, evicted = self._index.counts()
-        return {"entries": stored, "evicted_entries": evicted, "disk_bytes": self._files.size_on_disk()}
+        """Return what is counted quickly: entries stored and evicted, bytes of the stored ones."""
+        with self._errors():
+            return self._usage.gauges()
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return what each entry's records take on disk, in bytes."""
-        with self._disk.errors("read"):
-            return {ChunkKey.parse(key): location.extent.length for key, location in self._index.locations()}
+        """Return what each entry takes on disk, in bytes."""
+        with self._errors():
+            return {key: entry_bytes(file.layout.lengths) for key, file in self._files()}
 
     def codecs(self) -> dict[str, int]:
         """Count the records of each codec, by the first record of each entry; damaged ones are left out."""
         counts: Counter[str] = Counter()
-        with self._disk.errors("read"):
-            for _, location in self._index.locations():
+        with self._errors():
+            for _, file in self._files():
                 with suppress(CorruptRecordError):
-                    counts[codec_name(self._files.read(*location.layer(0)) or b"")] += len(location.lengths)
+                    counts[codec_name(file.read(0))] += len(file.layout.lengths)
         return dict(counts)
 
     def verify(self) -> Verification:
-        """Read and check every record; also that the segments hold nothing else: what was deleted is away."""
-        with self._disk.errors("read"):
-            with self._index.writing() as changes:  # nobody writes in the meantime
-                locations, known = changes.locations(), changes.extents()
-                left = list(outside(self._files.data(), known))
-            verification = verify_records(self._read_all(locations))
-        overlaps = [f"{b} overlaps {a}" for a, b in pairwise(known) if a.segment == b.segment and b.offset < a.end]
-        unknown = [f"{extent} holds what no record is known for" for extent in left]
-        return Verification(verification.num_records, [*verification.problems, *overlaps, *unknown])
+        """Read and check every record; also that the folder holds nothing else: what was deleted is away.
 
-    def _read_all(self, locations: Sequence[tuple[bytes, Location]]) -> Iterator[tuple[bytes, memoryview]]:
-        for prefix, location in locations:
-            for i in range(len(location.lengths)):
-                yield prefix + struct.pack(">H", i), self._files.read(*location.layer(i)) or memoryview(b"")
+        An entry whose last layers are missing is noticed if another entry of the same model has more.
+        """
+        num_records, problems = 0, []
+        model_to_entries: dict[tuple[str, tuple[int, int]], list[tuple[ChunkKey, int]]] = {}
+        with self._errors():
+            with self._usage.writing():  # nobody writes in the meantime
+                problems += [f"{file} is no entry" for file in self._entries.strangers()]
+            for key in self._entries:
+                try:
+                    file = self._entries.open(key)
+                except CorruptRecordError as error:
+                    problems.append(f"chunk {key.chunk_hash}: {error}")
+                    continue
+                if file is None:  # deleted in the meantime
+                    continue
+                with closing(file):
+                    problems += _problems(key, file)
+                    num_layers = len(file.layout.lengths)
+                num_records += num_layers
+                model_to_entries.setdefault((key.fingerprint, key.heads), []).append((key, num_layers))
+        for entries in model_to_entries.values():
+            most = max(count for _, count in entries)
+            problems += [f"chunk {key.chunk_hash}: {count} of {most} layers" for key, count in entries if count < most]
+        return Verification(num_records, problems)
 
     def records(self, key: ChunkKey) -> list[bytes] | None:
-        """Return an entry's records as they are in the segment, checked; None if it isn't stored.
+        """Return an entry's records as they are in the file, checked; None if it isn't stored.
 
         Raises CorruptRecordError for bytes that don't verify.
         """
-        location = self._disk.locate(key)
-        if location is None:
+        file = self._entries.open(key)
+        if file is None:
             return None
-        records = [bytes(self._files.read(*location.layer(i)) or b"") for i in range(len(location.lengths))]
-        try:
-            for i, record in enumerate(records):
-                check(key.layer(i), record)
-        except CorruptRecordError:
-            if self._disk.locate(key) != location:
-                return self.records(key)  # deleted or replaced in the meantime
-            raise
+        with closing(file):
+            records = list(map(file.read, range(len(file.layout.lengths))))
+        for i, record in enumerate(records):
+            check(key.layer(i), record)
         return records
 
     def locate(self, key: ChunkKey, layer: int) -> tuple[Path, int, int]:
         """Return the file, offset and length of a record. Raises KeyError if it isn't stored."""
-        location = self._disk.locate(key)
-        if location is None:
+        file = self._entries.open(key)
+        if file is None:
             raise KeyError(key)
-        segment, offset, length = location.layer(layer)
-        return self._files.path(segment), offset, length
+        with closing(file):
+            return self._entries.path(key), file.offset(layer), file.layout.lengths[layer]
 
     def drop_cached(self, keys: Iterable[ChunkKey]) -> None:
         """Drop these entries from the system's page cache: for measuring."""
-        for location in filter(None, map(self._disk.locate, keys)):
-            self._files.drop_cached(location.extent)
+        for file in filter(None, map(self._entries.open, keys)):
+            file.drop_cached()
+            file.close()
+
+    def _files(self) -> Iterator[tuple[ChunkKey, EntryFile]]:
+        """Yield all entries whose heads are whole, open until the next one is asked for."""
+        for key in self._entries:
+            with suppress(CorruptRecordError):
+                if (file := self._entries.open(key)) is not None:
+                    with closing(file):
+                        yield key, file
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return store_errors(self._path, "read")
+
+
+def _problems(key: ChunkKey, file: EntryFile) -> Iterator[str]:
+    """Yield a line for each record that doesn't verify, and one if the layers don't fit together."""
+    shapes = set()
+    for layer in range(len(file.layout.lengths)):
+        try:
+            kv = decode(key.layer(layer), file.read(layer))
+            shapes.add((tuple(kv.k.shape), kv.k.dtype, kv.base_position))
+        except CorruptRecordError as error:
+            yield f"chunk {key.chunk_hash} layer {layer}: {error}"
+    if len(shapes) > 1:
+        yield f"chunk {key.chunk_hash}: layers differ in shape: {sorted(map(str, shapes))}"

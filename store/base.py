@@ -31,8 +31,7 @@ class Verification:
 
 
 class Snapshot(Protocol):
-    """A view of the store in which an entry stays what it was when it was first asked for, or is missing once it is
-    deleted or replaced."""
+    """A view of the store in which an entry stays what it was when it was first asked for, whatever becomes of it."""
 
     def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
         """Return one layer of an entry, None if it isn't stored.
@@ -40,11 +39,6 @@ class Snapshot(Protocol):
         The tensors share the store's memory: they are read-only, and valid until another layer is asked for or the
         snapshot ends. Raises CorruptRecordError for bytes that don't verify.
         """
-        ...
-
-    def deleted(self) -> list[ChunkKey]:
-        """Return which of the entries asked for were deleted or replaced since. Their layers may be of several
-        versions: discard what was computed from them."""
         ...
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
@@ -56,9 +50,9 @@ class KVStore(Protocol):
     """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all."""
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
-        """Store or replace entries in one transaction: all are durable when the call returns, or none.
+        """Store or replace entries: all are durable when the call returns. Of a process that is killed, some may be.
 
-        Raises StoreError, having written nothing, if there is no space.
+        Raises StoreError, having stored nothing, if there is no space.
         """
         ...
 

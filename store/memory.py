@@ -9,7 +9,7 @@ import mmap
 
 import torch
 
-from ragkv.store.segments import padded
+from ragkv.store.entries import padded
 
 logger = logging.getLogger(__name__)
 

@@ -1,95 +1,117 @@
-"""Opens a store's folder and recovers it: a damaged index is made anew, and what a killed process left is freed."""
+"""Opens a store's folder and recovers it: a damaged table is made anew, what a killed process left is removed."""
 
+import errno
 import fcntl
 import logging
 import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ragkv.errors import StoreError
-from ragkv.store.disk import INDEX_NAME, Disk, store_errors
-from ragkv.store.index import FORMAT, DamagedIndexError, Index, Location
-from ragkv.store.rebuild import find_chunks
-from ragkv.store.record import FORMAT_VERSION, tokens_in
-from ragkv.store.segments import SegmentFiles, outside
-from ragkv.store.usage import Usage
+from ragkv.store.entries import EntryFolder, entry_bytes
+from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, tokens_in
+from ragkv.store.usage import Usage, is_damage
 
 logger = logging.getLogger(__name__)
 
+USAGE_NAME = "usage.db"
+_NEARLY_FULL_BYTES = 64 << 20
+_FORMATS = {"segments": "3", **{f"v{version}": str(version) for version in range(1, 100)}}  # by the folder's name
 
-def open_disk(path: Path, usage: Usage) -> Disk:
-    """Open the folder, or make it. usage: counts the chunks of an index that is made anew.
+
+def open_folder(path: Path, policy: str) -> tuple[EntryFolder, Usage, int]:
+    """Open the folder, or make it. Returns also the descriptor of a lock, which the caller holds until it closes.
 
     Raises StoreError if the folder holds something else, was made by another version, or can't be written.
     """
     with store_errors(path, "open"):
         path.mkdir(parents=True, exist_ok=True)
+        _check_format(path)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Not `filelock`'s: every user shares it, and one that mends the index is alone.
+            # Not `filelock`'s: every user shares it, and one that mends the folder is alone.
             fcntl.flock(lock, fcntl.LOCK_SH)
-            files = SegmentFiles(path / "segments")
-            disk = Disk(path, files, _open_index(path, lock), lock)
-            _check_format(disk, usage)
-            _free_leftovers(disk)
+            is_alone = _try_alone(lock)
+            entries = EntryFolder(path / f"v{FORMAT_VERSION}")
+            if is_alone:
+                entries.remove_unfinished()
+            usage = _open_usage(path / USAGE_NAME, policy, is_alone)
+            if usage.is_empty:
+                _fill(usage, entries)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         except BaseException:
             os.close(lock)
             raise
-    return disk
+    return entries, usage, lock
 
 
-def _open_index(path: Path, lock: int) -> Index:
-    """Open the index; replace a damaged one by an empty one, which no other process may use in the meantime."""
-    file = path / INDEX_NAME
-    try:
-        return Index(file, str(FORMAT_VERSION))
-    except DamagedIndexError as error:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(
-                f"{file} is damaged ({error}), and another process uses it. Stop that process and start again: a "
-                "new index is then made from the records"
-            ) from error
-        logger.warning("%s is damaged (%s); made anew from the records", file, error)
-        for part in path.glob(f"{file.name}*"):
-            part.unlink()
-        index = Index(file, str(FORMAT_VERSION))
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        return index
-
-
-def _check_format(disk: Disk, usage: Usage) -> None:
-    expected = str(FORMAT_VERSION)
-    stored = disk.index.meta(FORMAT)
-    if stored is None:
-        _fill_index(disk, usage, expected)
-    elif stored != expected:
-        disk.index.close()
+def _check_format(path: Path) -> None:
+    names = {file.name for file in path.iterdir()} - {f"v{FORMAT_VERSION}"}
+    if found := [_FORMATS[name] for name in names if name in _FORMATS]:
         raise StoreError(
-            f"{disk.path} holds KV records of format {stored}; this release reads format "
-            f"{FORMAT_VERSION}. Use the release that wrote it, another --home, or delete the folder and index again"
+            f"{path} holds KV records of format {found[0]}; this release reads format {FORMAT_VERSION}. Use the "
+            "release that wrote it, another --home, or delete the folder and index again"
         )
 
 
-def _fill_index(disk: Disk, usage: Usage, version: str) -> None:
-    """Name in an empty index the chunks whose records are in the segments, and its format, in one transaction: so an
-    index with a format is whole, and what it doesn't name may be freed."""
-    with disk.index.writing() as changes:
-        if changes.query("select 1 from meta where name = ?", FORMAT):  # another process was faster
-            return
-        chunks = list(find_chunks(disk.files))
-        for key, segment, offset, lengths in chunks:
-            changes.put(key, location := Location(segment, offset, lengths))
-            first = disk.files.read(*location.layer(0)) or b""
-            usage.put(changes, key, location.extent.length, cost=tokens_in(first))
-        if chunks:
-            logger.warning("found %d chunks again whose index was lost", len(chunks))
-        changes.set_meta(FORMAT, version)
+def _try_alone(lock: int) -> bool:
+    """Return whether no other process uses the folder; none comes before the lock is shared again."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # the attempt has given it up
+        return False
+    return True
 
 
-def _free_leftovers(disk: Disk) -> None:
-    """Free what a killed process left: given up and not freed, or written and not named in the index."""
-    disk.sweep()
-    with disk.index.writing() as changes:  # nobody writes in the meantime
-        for extent in list(outside(disk.files.data(), changes.extents())):
-            disk.files.free(extent)
+def _open_usage(file: Path, policy: str, is_alone: bool) -> Usage:
+    try:
+        return Usage(file, policy)
+    except sqlite3.Error as error:
+        if not is_damage(error, file):
+            raise
+        if not is_alone:
+            raise StoreError(
+                f"{file} is damaged ({error}), and another process uses it. Stop that process and start again: it is "
+                "then made anew"
+            ) from error
+        logger.warning("%s is damaged (%s); made anew, without what was known of uses", file, error)
+        for part in file.parent.glob(f"{file.name}*"):
+            part.unlink()
+        return Usage(file, policy)
+
+
+def _fill(usage: Usage, entries: EntryFolder) -> None:
+    """Make a row for each entry, as used just now; delete entries whose head or first record is damaged."""
+    with usage.writing():
+        for key in entries:
+            try:
+                if (file := entries.open(key)) is None:
+                    continue
+                with closing(file):
+                    usage.put(key, entry_bytes(file.layout.lengths), cost=tokens_in(file.read(0)), stored=True)
+            except CorruptRecordError as error:
+                logger.warning("chunk %s is deleted: %s", key.chunk_hash, error)
+                entries.delete([key])
+
+
+@contextmanager
+def store_errors(path: Path, verb: str) -> Iterator[None]:
+    """Raise StoreError, with the remedy, for what the system and SQLite raise inside."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        free = shutil.disk_usage(path).free if path.exists() else 0
+        # A full disk may be an I/O error to SQLite.
+        full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Is it a ragkv store that you may write to?"
+        if is_damage(error, path / USAGE_NAME):
+            remedy = f"{USAGE_NAME} is damaged. Stop all that uses it and start again: it is then made anew"
+        elif full:
+            remedy = "Free some space, or choose another --home"
+        raise StoreError(
+            f"can't {verb} the KV store {path} ({free >> 20} MiB free on its disk): {error}. {remedy}"
+        ) from error

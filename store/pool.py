@@ -1,28 +1,26 @@
 """KV in memory, ready to use: read and checked once for all requests of a worker.
 
-An entry is used only as long as the index still names the location on disk that it was read from. The memory is taken
+An entry is used only as long as the version that it was read from is the one that is stored. The memory is taken
 whole at the start, as vLLM does.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
+from ragkv.store.entries import Layout
 from ragkv.store.eviction import Eviction, Hint
-from ragkv.store.index import Location
 from ragkv.store.memory import take_memory
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segments import Extent, FreeSpace
-
-_ARENA = 0  # the only segment
 
 
 @dataclass
 class _Held:
-    """An entry, its records in `extent` of the memory as they are on disk. layers: those that are read and verify."""
+    """An entry; its records are in the memory from `start` on. layers: those that are read and verify."""
 
-    location: Location
+    layout: Layout
     hint: Hint | None
-    extent: Extent
+    start: int
     layers: dict[int, LayerKV] = field(default_factory=dict)
 
 
@@ -35,7 +33,7 @@ class Pool:
 
     def __init__(self, memory_bytes: int, eviction: str = "gdsf", *, pinned: bool = False) -> None:
         self._arena = take_memory(memory_bytes, pinned=pinned) if memory_bytes else memoryview(b"")
-        self._free = FreeSpace((), segment_bytes=memory_bytes)
+        self._used: list[tuple[int, int]] = []  # sorted ranges of the memory, start and end
         self._eviction = Eviction(eviction)
         self._held: dict[ChunkKey, _Held] = {}
         self._requested: dict[ChunkKey, Hint | None] = {}
@@ -61,9 +59,9 @@ class Pool:
             if self._eviction.touch(key):
                 self._held[key].hint = hint
 
-    def get(self, key: ChunkKey, location: Location, layer: int) -> LayerKV | None:
+    def get(self, key: ChunkKey, layout: Layout, layer: int) -> LayerKV | None:
         held = self._held.get(key)
-        if held is not None and held.location != location:  # it was replaced
+        if held is not None and held.layout != layout:  # it was replaced
             self.drop(key)
             held = None
         return held.layers.get(layer) if held else None
@@ -72,25 +70,25 @@ class Pool:
         held = self._held.get(key)
         return held is not None and layer in held.layers
 
-    def slot(self, key: ChunkKey, location: Location, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
+    def slot(self, key: ChunkKey, layout: Layout, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
         """Return the memory to read a record to that `get` didn't return; None unless the entry is requested and room
         can be made without evicting what is `in_use`, requested or pinned. The caller then calls `keep` if the record
         verifies, else `drop`."""
         held = self._held.get(key)
         if held is None and key in self._requested:
-            extent = self._make_room(location.extent.length, in_use)
-            if extent is not None:
-                held = self._held[key] = _Held(location, self._requested[key], extent)
-        if held is None or held.location != location or layer in held.layers:
+            start = self._make_room(layout.size_bytes, in_use)
+            if start is not None:
+                held = self._held[key] = _Held(layout, self._requested[key], start)
+        if held is None or held.layout != layout or layer in held.layers:
             return None
-        start = held.extent.offset + location.starts[layer]
-        return self._arena[start : start + location.lengths[layer]]
+        start = held.start + layout.starts[layer]
+        return self._arena[start : start + layout.lengths[layer]]
 
     def keep(self, key: ChunkKey, layer: int, kv: LayerKV) -> None:
         """Keep the record that was read to the slot and verifies."""
         held = self._held[key]
         if not held.layers:
-            self._eviction.add(key, held.extent.length, cost=kv.k.shape[1])
+            self._eviction.add(key, held.layout.size_bytes, cost=kv.k.shape[1])
             self._entered.add(key)
         held.layers[layer] = kv
 
@@ -98,14 +96,14 @@ class Pool:
         held = self._held.pop(key, None)
         if held is not None:
             self._eviction.remove(key)
-            self._free.give(held.extent)
+            self._free(held)
             if held.layers:
                 self._left.add(key)
 
-    def refresh(self, locate: Callable[[ChunkKey], Location | None], hint: Callable[[ChunkKey], Hint | None]) -> None:
-        """Drop the entries that aren't in the index any more, after others have written there."""
+    def refresh(self, version: Callable[[ChunkKey], object], hint: Callable[[ChunkKey], Hint | None]) -> None:
+        """Drop the entries that aren't stored any more in the version that is held."""
         for key, held in list(self._held.items()):
-            if locate(key) == held.location:
+            if version(key) == held.layout.version:
                 held.hint = hint(key)
             else:
                 self.drop(key)
@@ -117,16 +115,29 @@ class Pool:
         self._entered, self._left = set(), set()
         return entered, left
 
-    def _make_room(self, length: int, in_use: Set[ChunkKey]) -> Extent | None:
+    def _make_room(self, length: int, in_use: Set[ChunkKey]) -> int | None:
+        """Take so much memory, and return where it begins; None if it can't be had."""
         spared = self._requested.keys() | in_use | {key for key, held in self._held.items() if held.hint == "pin"}
-        staying = sum(self._held[key].extent.length for key in spared if key in self._held)
+        staying = sum(self._held[key].layout.size_bytes for key in spared if key in self._held)
         if staying + length > len(self._arena):
             return None
-        while (extent := self._free.take_in(_ARENA, length)) is None:
+        while (start := self._first_gap(length)) is None:
             victim = self._eviction.evict(spared)
             if victim is None:  # what stays leaves no gap that is large enough
                 return None
             assert isinstance(victim, ChunkKey)
-            self._free.give(self._held.pop(victim).extent)
+            self._free(self._held.pop(victim))
             self._left.add(victim)
-        return extent
+        insort(self._used, (start, start + length))
+        return start
+
+    def _first_gap(self, length: int) -> int | None:
+        end = 0
+        for start, next_end in self._used:
+            if start - end >= length:
+                return end
+            end = next_end
+        return end if end + length <= len(self._arena) else None
+
+    def _free(self, held: _Held) -> None:
+        self._used.remove((held.start, held.start + held.layout.size_bytes))

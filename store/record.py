@@ -17,8 +17,8 @@ import xxhash
 
 from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, times, to_bytes
 
-FORMAT_VERSION: Final = 3
-KEY_BYTES: Final = 54
+FORMAT_VERSION: Final = 4  # of records and of the files that they are in
+PREFIX_BYTES: Final = 52  # of a key without the layer
 
 # Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -54,7 +54,7 @@ class ChunkKey:
         return hashes + struct.pack(">HH", *self.heads)
 
     def layer(self, index: int) -> bytes:
-        """Return the key of one layer's record: KEY_BYTES, the chunk first, so that a chunk's keys sort together."""
+        """Return the key of one layer's record, the chunk first, so that a chunk's keys sort together."""
         return self.prefix() + struct.pack(">H", index)
 
     @classmethod
@@ -149,12 +149,6 @@ def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
     num_kv_heads, num_tokens, head_size = kv.k.shape
     shape = (num_kv_heads, num_tokens, head_size)
     return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.v_std is not None).length
-
-
-def identify(value: bytes | memoryview) -> tuple[bytes, int]:
-    """Return the key and the length of the record that begins here. Raises CorruptRecordError if none does."""
-    view = memoryview(value)
-    return bytes(view[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]), _parse(view).length
 
 
 def tokens_in(value: bytes | memoryview) -> int:

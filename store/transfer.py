@@ -1,28 +1,25 @@
-"""Chunks' KV as one file, to carry it from one store into another. Written and read from start to end, chunk by chunk.
+"""Chunks' KV as one file, to carry it from one store into another: a tar archive, written and read from start to end.
 
-The file is blocks of ALIGNMENT bytes: a head with the format of the records, then the chunks, then an end. A chunk is a
-title block (key, number of records, their size) and its records as they lie in a segment, each padded. Head, titles and
-end have checksums of their own: a reader always knows how much to read, and after damage the next title is found.
+Its members are one whose name tells the format, then the entries (head and records, `ragkv.store.entries`), named by
+their keys, at last a list of all names. Head and records have checksums of their own; what the list names and the
+archive lacks was lost on the way.
 """
 
-import struct
+import io
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import BinaryIO
 
-import xxhash
-
 from ragkv.errors import StoreError
-from ragkv.store.record import FORMAT_VERSION, ChunkKey, CorruptRecordError, identify
-from ragkv.store.segment_store import SegmentStore
-from ragkv.store.segments import ALIGNMENT, padded
-from ragkv.store.verification import HASH_BYTES
+from ragkv.store.disk_store import DiskStore
+from ragkv.store.entries import entry_bytes, head_bytes, make_head, read_head
+from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey, CorruptRecordError
 
-_HEAD = struct.Struct("<8sI")  # magic, format of the records
-_TITLE = struct.Struct("<8s52sHQ")  # magic, key without the layer, number of records, their size with padding
-_HEAD_MAGIC, _TITLE_MAGIC, _END_MAGIC = b"ragkvkv1", b"ragkvchk", b"ragkvend"
-_CHECKSUM = struct.Struct("<Q")
+_FORMAT = "ragkv-kv-format-"  # the first member; then the version
+_LIST = "entries"  # the last member
 
 
 @dataclass
@@ -44,108 +41,99 @@ class Transfer:
         self.size_bytes += size_bytes
 
 
-def export_chunks(store: SegmentStore, file: BinaryIO, progress: Callable[[int], None] = lambda size: None) -> Transfer:
+def export_chunks(store: DiskStore, file: BinaryIO, progress: Callable[[int], None] = lambda size: None) -> Transfer:
     """Write all chunks that verify. progress: called with the bytes of each chunk."""
-    done = Transfer()
-    file.write(_block(_HEAD.pack(_HEAD_MAGIC, FORMAT_VERSION)))
-    for key, size in store.admin.sizes().items():
-        progress(size)
-        try:
-            records = store.admin.records(key)
-        except CorruptRecordError as error:
-            done.problems.append(f"chunk {key.chunk_hash}: {error}")
-            continue
-        if records is None:
-            continue  # deleted in the meantime
-        size_bytes = sum(padded(len(record)) for record in records)
-        file.write(_block(_TITLE.pack(_TITLE_MAGIC, key.prefix(), len(records), size_bytes)))
-        for record in records:
-            file.write(record.ljust(padded(len(record)), b"\0"))
-        done.add(key, size_bytes)
-    file.write(_block(_END_MAGIC))
+    done, names = Transfer(), []
+    with tarfile.open(fileobj=file, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
+        _add(archive, f"{_FORMAT}{FORMAT_VERSION}", b"")
+        for key, size_bytes in store.admin.sizes().items():
+            progress(size_bytes)
+            try:
+                records = store.admin.records(key)
+            except CorruptRecordError as error:
+                done.problems.append(f"chunk {key.chunk_hash}: {error}")
+                continue
+            if records is None:
+                continue  # deleted in the meantime
+            names.append(_name(key))
+            _add(archive, names[-1], b"".join((make_head(key, [*map(len, records)]), *records)))
+            done.add(key, size_bytes)
+        _add(archive, _LIST, "\n".join(names).encode())
     return done
 
 
-def check_head(file: BinaryIO, name: str) -> None:
-    """Read the head. Raises StoreError, which calls the file `name`, unless it is an export that can be imported."""
-    block = file.read(ALIGNMENT)
-    if not _is_whole(block) or not block.startswith(_HEAD_MAGIC):
+def _name(key: ChunkKey) -> str:
+    return f"{key.chunk_hash}/{key.prefix().hex().removeprefix(key.chunk_hash)}"
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(content), 0o600
+    archive.addfile(member, io.BytesIO(content))
+
+
+def open_export(file: BinaryIO, name: str) -> tarfile.TarFile:
+    """Open an archive, for `import_chunks`. Raises StoreError, which calls the file `name`, if it can't be imported."""
+    try:
+        archive = tarfile.open(fileobj=file, mode="r|", ignore_zeros=True)  # noqa: SIM115
+        first = archive.next()
+    except (tarfile.TarError, EOFError):
+        first = None
+    if first is None or not first.name.startswith(_FORMAT):
         raise StoreError(f"{name} is not an export of a KV store; make one with `ragkv store export FILE`")
-    _, version = _HEAD.unpack_from(block)
-    if version != FORMAT_VERSION:
+    version = first.name.removeprefix(_FORMAT)
+    if version != str(FORMAT_VERSION):
         raise StoreError(
-            f"{name} holds KV records of format {version}; this release reads format {FORMAT_VERSION}. Import it with "
-            "the release that wrote it, or index the documents again"
+            f"{name} holds KV records of format {version}; this release reads format {FORMAT_VERSION}. Export it with "
+            "the release that reads it here, or index the documents again"
         )
+    return archive
 
 
-def import_chunks(file: BinaryIO, store: SegmentStore, progress: Callable[[int], None] = lambda size: None) -> Transfer:
-    """Store the chunks that the store doesn't have, each in a transaction of its own and if all its records verify.
-
-    The file's head has been read. progress: called with the bytes of each chunk. Raises StoreError without space.
-    """
+def import_chunks(
+    archive: tarfile.TarFile, store: DiskStore, progress: Callable[[int], None] = lambda size: None
+) -> Transfer:
+    """Put the chunks of an export that the store doesn't have. progress: called with the bytes of each chunk."""
     done = Transfer()
-    for chunk in _chunks(file):
-        if isinstance(chunk, str):
-            done.problems.append(chunk)
+    for item in _entries(archive):
+        if isinstance(item, str):
+            done.problems.append(item)
             continue
-        key, num_records, data = chunk
-        progress(ALIGNMENT + len(data))
+        key, data = item
+        progress(len(data))
         if store.contains(key):
             done.kept.add(key.chunk_hash)
             continue
         try:
-            store.put_records(key, list(_split(data, num_records)))
+            lengths = read_head(data, key)
+            bounds = pairwise(accumulate(lengths, initial=head_bytes(len(lengths))))
+            store.put_records(key, [data[start:end] for start, end in bounds])
         except CorruptRecordError as error:
             done.problems.append(f"chunk {key.chunk_hash}: {error}")
             continue
         if store.contains(key):
-            done.add(key, len(data))
+            done.add(key, entry_bytes(lengths))
         else:
             done.problems.append(f"chunk {key.chunk_hash}: the store's budget has no room for it")
     return done
 
 
-def _chunks(file: BinaryIO) -> Iterator[tuple[ChunkKey, int, memoryview] | str]:
-    """Yield the key, number of records and their bytes, unchecked; or a line about what can't be read."""
-    missing: dict[str, None] = {}  # hashes in the blocks since the last title, in order
-    num_blocks = 0
-    while block := file.read(ALIGNMENT):
-        if not (_is_whole(block) and block.startswith((_TITLE_MAGIC, _END_MAGIC))):
-            num_blocks += 1
-            with suppress(CorruptRecordError):
-                missing[identify(block)[0][:HASH_BYTES].hex()] = None
-            continue
-        yield from _loss(missing, num_blocks)
-        missing, num_blocks = {}, 0
-        if block.startswith(_END_MAGIC):
-            return
-        _, key, num_records, size_bytes = _TITLE.unpack_from(block)
-        yield ChunkKey.parse(key), num_records, memoryview(file.read(size_bytes))
-    yield from _loss(missing, num_blocks)
+def _entries(archive: tarfile.TarFile) -> Iterator[tuple[ChunkKey, bytes] | str]:
+    """Yield the key of each entry and its bytes, unchecked; or a line about what can't be read."""
+    seen: set[str] = set()
+    try:
+        for member in archive:
+            content = archive.extractfile(member)
+            data = content.read() if content else b""
+            if member.name == _LIST:
+                for name in [name for name in data.decode(errors="replace").split("\n") if name and name not in seen]:
+                    yield f"chunk {name[:32]}: its title is damaged"
+                return
+            with suppress(ValueError):  # of another name
+                prefix = bytes.fromhex(member.name.replace("/", ""))
+                if len(prefix) == PREFIX_BYTES:
+                    seen.add(member.name)
+                    yield ChunkKey.parse(prefix), data
+    except (tarfile.TarError, EOFError):  # it ends within a member
+        pass
     yield "the file is cut off: chunks that followed are missing; export it again"
-
-
-def _loss(missing: dict[str, None], num_blocks: int) -> Iterator[str]:
-    if num_blocks and not missing:
-        yield f"{num_blocks * ALIGNMENT} bytes that belong to no chunk"
-    for chunk_hash in missing:
-        yield f"chunk {chunk_hash}: its title is damaged"
-
-
-def _split(data: memoryview, num_records: int) -> Iterator[memoryview]:
-    start = 0
-    for _ in range(num_records):
-        _, length = identify(data[start:])
-        yield data[start : start + length]
-        start += padded(length)
-
-
-def _block(content: bytes) -> bytes:
-    content = content.ljust(ALIGNMENT - _CHECKSUM.size, b"\0")
-    return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
-
-
-def _is_whole(block: bytes) -> bool:
-    content, checksum = block[: -_CHECKSUM.size], block[-_CHECKSUM.size :]
-    return len(block) == ALIGNMENT and _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content)) == checksum

@@ -1,78 +1,124 @@
-"""How often and when each chunk was used, and so which goes first when the disk's budget is spent.
+"""How often and when each entry was used, and so which goes first when the disk's budget is spent.
 
-Rows in the index's file, under its transactions. They outlive the records: a chunk that was evicted and is requested
-again comes back with its history.
+A table in SQLite. Every entry file has a row, written before it; rows outlive the files: an entry that was evicted and
+is requested again comes back with its history. What the table says can cost time, never an answer: the files tell what
+is stored. So a damaged table is made anew from them (`ragkv.store.opening`).
 """
 
 import logging
-import math
+import os
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
-from ragkv.store.eviction import POLICIES, Entry, Hint
-from ragkv.store.index import Changes, Index
+from ragkv.files import USE_WAL, when_free
+from ragkv.store.eviction import HINTS, POLICIES, Entry, Hint
+from ragkv.store.record import PREFIX_BYTES, ChunkKey
 
 logger = logging.getLogger(__name__)
 
 SESSION_S = 1800.0
 _WRITTEN_EVERY_S = 10.0
-_CLOCK = "eviction clock"
+_WAIT_S = 60  # for another process that writes
+_SCHEMA = (
+    "create table clock (value real not null) strict",
+    "create table usage (key blob primary key, size integer not null, cost real not null, uses integer not null, "
+    "used_at real not null, priority real not null, hint text, stored integer not null) strict, without rowid",
+    "create index usage_priority on usage (priority)",
+)
+_NOT_DAMAGE = {  # what keeps a file that is whole from being used
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
 
 
 class Usage:
-    """The uses of a store's entries. They are counted here, and written to the index every few seconds and with what
-    is written anyway. policy: a name of `ragkv.store.eviction.POLICIES`."""
+    """The table of a store; threads and processes may share it. policy: a name of `ragkv.store.eviction.POLICIES`.
 
-    def __init__(self, policy: str) -> None:
-        self._priority = POLICIES[policy]
-        self._counts: Counter[bytes] = Counter()  # not yet in the index
+    Uses are counted in memory, and written every few seconds and with what is written anyway. Raises sqlite3.Error for
+    what the system doesn't allow, and for a damaged table (`is_damage`).
+    """
+
+    def __init__(self, file: Path, policy: str) -> None:
+        self._file, self._priority = file, POLICIES[policy]
+        self._counts: Counter[bytes] = Counter()  # not yet in the table
         self._written_at = time.monotonic()
+        self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
+        self._connections: list[sqlite3.Connection] = []
+        try:
+            self._reader, self._writer = self._connect(), self._connect()
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
-    def count(self, keys: Iterable[bytes]) -> None:
-        self._counts.update(keys)
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        self._connections.append(connection)
+        when_free(lambda: _query(connection, USE_WAL), _WAIT_S)
+        for pragma in ("synchronous = full", "cell_size_check = on"):
+            _query(connection, f"pragma {pragma}")
+        return connection
 
-    def is_due(self) -> bool:
-        return time.monotonic() - self._written_at > _WRITTEN_EVERY_S
+    def _prepare(self) -> None:
+        """Make the tables, or check that they are as they were made."""
+        with self.writing():
+            if not self._query("select 1 from sqlite_master limit 1"):
+                for statement in _SCHEMA:
+                    self._query(statement)
+        schema = self._read("select lower(sql) from sqlite_master where sql is not null order by rowid")
+        problems = [row[0] for row in self._read("pragma integrity_check")]
+        if schema != [(statement,) for statement in _SCHEMA] or problems != ["ok"]:
+            raise sqlite3.DatabaseError("; ".join(map(str, problems[:3])))
 
-    def flush(self, index: Index) -> None:
-        """Write the counts, in a transaction of their own."""
-        if self._counts:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one writer of all processes, of entry files too; commit at the end what was changed inside."""
+        with self._write_lock:
+            _query(self._writer, "begin immediate")
             try:
-                with index.writing() as changes:
-                    self.write_counts(changes)
-            except sqlite3.Error as error:  # the disk is full, or another process writes for long
-                logger.warning("uses of chunks aren't counted: %s", error)
+                yield
+                _query(self._writer, "commit")
+            except BaseException:
+                if self._writer.in_transaction:  # SQLite ends one itself after some errors
+                    _query(self._writer, "rollback")
+                raise
 
-    def write_counts(self, changes: Changes) -> None:
-        counts, self._counts = self._counts, Counter()
-        self._written_at = time.monotonic()
-        for key, count in counts.items():
-            for size_bytes, cost, uses, hint in changes.query(
-                "select size, cost, uses, hint from usage where key = ?", key
-            ):
-                self._write(changes, key, Entry(size_bytes, cost, uses + count), hint)
+    # Inside `writing`
 
-    def put(self, changes: Changes, key: bytes, size_bytes: int, cost: float) -> None:
-        """Count the storing of an entry as a use. cost: of computing it again, in any unit."""
-        known = changes.query("select uses, hint from usage where key = ?", key)
+    def put(self, key: ChunkKey, size_bytes: int, cost: float, *, stored: bool) -> None:
+        """Count the storing of an entry as a use. cost: of computing it again, in any unit; stored: False if there was
+        no room for it."""
+        known = self._query("select uses, hint from usage where key = ?", key.prefix())
         uses, hint = known[0] if known else (0, None)
-        self._write(changes, key, Entry(size_bytes, cost, uses + 1), hint)
+        self._write(key.prefix(), Entry(size_bytes, cost, uses + 1), hint, stored)
 
-    def hint(self, changes: Changes, prefix: bytes, hint: Hint | None) -> None:
-        """Set the hint of all entries whose keys begin with `prefix`."""
-        rows = changes.query("select key, size, cost, uses from usage where key between ? and ?", *_bounds(prefix))
-        for key, size_bytes, cost, uses in rows:
-            self._write(changes, key, Entry(size_bytes, cost, uses), hint)
+    def hint(self, chunk_hash: str, hint: Hint | None) -> None:
+        """Set the hint of all entries of a chunk."""
+        rows = self._query(
+            "select key, size, cost, uses, stored from usage where key between ? and ?", *_of(chunk_hash)
+        )
+        for key, size_bytes, cost, uses, stored in rows:
+            self._write(key, Entry(size_bytes, cost, uses), hint, stored)
 
-    def victims(self, changes: Changes, num_bytes: int) -> list[bytes]:
-        """Return the entries to evict for this many bytes, first the one that is worth least; fewer if the rest must
-        stay."""
-        keys, clock = [], _clock(changes)
-        rows = changes.connection.execute(
-            "select key, size, priority from usage where exists (select 1 from chunk where chunk.key = usage.key) "
-            "and hint is not 'pin' and not (hint is 'session' and used_at > ?) order by priority",
+    def evict(self, num_bytes: int) -> list[ChunkKey]:
+        """Choose entries that free this many bytes, those that are worth least, and count them as evicted; fewer if
+        the rest must stay."""
+        evicted, clock = [], self._clock()
+        rows = self._writer.execute(
+            "select key, size, priority from usage where stored and hint is not 'pin' "
+            "and not (hint is 'session' and used_at > ?) order by priority",
             (time.time() - SESSION_S,),
         )
         for key, size_bytes, priority in rows:
@@ -80,29 +126,125 @@ class Usage:
                 break
             num_bytes -= size_bytes
             clock = max(clock, priority)
-            keys.append(key)
+            evicted.append(key)
         rows.close()
-        changes.set_meta(_CLOCK, repr(clock))
-        return keys
+        for key in evicted:
+            self._query("update usage set stored = 0 where key = ?", key)
+        self._query("delete from clock")
+        self._query("insert into clock values (?)", clock)
+        return [ChunkKey.parse(key) for key in evicted]
 
-    def delete(self, changes: Changes, prefix: bytes) -> None:
-        changes.query("delete from usage where key between ? and ?", *_bounds(prefix))
+    def lose(self, key: ChunkKey) -> None:
+        """Count an entry as evicted, whose uses are remembered."""
+        self._query("update usage set stored = 0 where key = ?", key.prefix())
 
-    def _write(self, changes: Changes, key: bytes, entry: Entry, hint: str | None) -> None:
+    def forget(self, key: ChunkKey) -> None:
+        self._query("delete from usage where key = ?", key.prefix())
+
+    def knows(self, key: ChunkKey) -> bool:
+        return bool(self._query("select 1 from usage where key = ?", key.prefix()))
+
+    def known_of(self, chunk_hash: str) -> list[ChunkKey]:
+        """Return the keys of a chunk's entries, stored or evicted."""
+        rows = self._query("select key from usage where key between ? and ?", *_of(chunk_hash))
+        return [ChunkKey.parse(key) for (key,) in rows]
+
+    def write_counts(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        self._written_at = time.monotonic()
+        for key, count in counts.items():
+            rows = self._query("select size, cost, uses, hint, stored from usage where key = ?", key)
+            for size_bytes, cost, uses, hint, stored in rows:
+                self._write(key, Entry(size_bytes, cost, uses + count), hint, stored)
+
+    @property
+    def stored_bytes(self) -> int:
+        return int(self._query("select coalesce(sum(size), 0) from usage where stored")[0][0])
+
+    # At any time
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._read("select 1 from usage limit 1")
+
+    def count(self, keys: Iterable[ChunkKey]) -> None:
+        """Count a use of each of these entries."""
+        self._counts.update(key.prefix() for key in keys)
+        if time.monotonic() - self._written_at > _WRITTEN_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the counts, in a transaction of their own."""
+        if self._counts:
+            try:
+                with self.writing():
+                    self.write_counts()
+            except sqlite3.Error as error:  # the disk is full, or another process writes for long
+                logger.warning("uses of chunks aren't counted: %s", error)
+
+    def hint_of(self, key: ChunkKey) -> Hint | None:
+        """Return how an entry is to be treated. None also if the table is damaged."""
+        try:
+            rows = self._read("select hint from usage where key = ?", key.prefix())
+        except sqlite3.Error:
+            return None
+        return rows[0][0] if rows and rows[0][0] in HINTS else None
+
+    def evicted(self) -> list[ChunkKey]:
+        """Return the keys of entries that were evicted, or had no room, and aren't stored again."""
+        rows = self._read("select key from usage where not stored order by key")
+        return [ChunkKey.parse(key) for (key,) in rows if len(key) == PREFIX_BYTES]
+
+    def gauges(self) -> dict[str, int]:
+        """Count entries stored and evicted, and the bytes of the stored ones."""
+        statement = "select coalesce(sum(stored), 0), count(*), coalesce(sum(size * stored), 0) from usage"
+        stored, known, size_bytes = self._read(statement)[0]
+        return {"entries": stored, "evicted_entries": known - stored, "disk_bytes": size_bytes}
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _write(self, key: bytes, entry: Entry, hint: str | None, stored: bool) -> None:
         entry.stamp = time.time()
-        priority = -1.0 if hint == "ephemeral" else self._priority(entry, _clock(changes))
-        row = (key, entry.size_bytes, entry.cost, entry.frequency, entry.stamp, priority, hint)
-        changes.query("insert or replace into usage values (?, ?, ?, ?, ?, ?, ?)", *row)
+        priority = -1.0 if hint == "ephemeral" else self._priority(entry, self._clock())
+        row = (key, entry.size_bytes, entry.cost, entry.frequency, entry.stamp, priority, hint, stored)
+        self._query("insert or replace into usage values (?, ?, ?, ?, ?, ?, ?, ?)", *row)
+
+    def _clock(self) -> float:
+        rows = self._query("select value from clock")
+        return float(rows[0][0]) if rows else 0.0
+
+    def _query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        return _query(self._writer, statement, *values)
+
+    def _read(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._read_lock:
+            return _query(self._reader, statement, *values)
 
 
-def _bounds(prefix: bytes) -> tuple[bytes, bytes]:
-    return prefix, prefix + b"\xff" * 64
+def _of(chunk_hash: str) -> tuple[bytes, bytes]:
+    """Return bounds of the keys of a chunk's entries."""
+    return bytes.fromhex(chunk_hash), bytes.fromhex(chunk_hash) + b"\xff" * PREFIX_BYTES
 
 
-def _clock(changes: Changes) -> float:
-    rows = changes.query("select value from meta where name = ?", _CLOCK)
+def _query(connection: sqlite3.Connection, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+    """Raises nothing but sqlite3.Error."""
     try:
-        clock = float(rows[0][0]) if rows else 0.0
-    except ValueError:
-        return 0.0
-    return clock if math.isfinite(clock) else 0.0
+        with closing(connection.execute(statement, values)) as cursor:
+            return cursor.fetchall()
+    except UnicodeDecodeError as error:  # from Python, of a message of SQLite's that quotes what went bad
+        raise sqlite3.DatabaseError(f"the table holds text that went bad: {error}") from error
+
+
+def is_damage(error: Exception, file: Path) -> bool:
+    """Return whether the error says that the table holds what nobody wrote, and not that the system doesn't let it be
+    used."""
+    if not isinstance(error, sqlite3.Error):
+        return False
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # Python's own errors have none
+    if code == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return True
+    if code == sqlite3.SQLITE_READONLY:  # a damaged header may say so too
+        return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
+    return code & 0xFF not in _NOT_DAMAGE

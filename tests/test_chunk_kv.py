@@ -6,9 +6,9 @@ import io
 import torch
 
 from ragkv.chunk_kv import ChunkKV
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import LayerKV
-from ragkv.store.segment_store import SegmentStore
-from ragkv.store.transfer import check_head, export_chunks, import_chunks
+from ragkv.store.transfer import export_chunks, import_chunks, open_export
 
 CHUNKS = {"a" * 32: [4, 5, 6], "b" * 32: [7, 8]}
 MODEL, HEADS = f"{8:032x}", (0, 2)
@@ -37,13 +37,12 @@ async def ingest(store, num_contexts):
 
 
 def test_imported_kv_is_not_prefilled_again(tmp_path):
-    source, target = SegmentStore(tmp_path / "source"), SegmentStore(tmp_path / "target")
+    source, target = DiskStore(tmp_path / "source"), DiskStore(tmp_path / "target")
     assert asyncio.run(ingest(source, num_contexts=2)) == (2, 5)  # the anchor; each chunk, and its average
     file = io.BytesIO()
     export_chunks(source, file)
     file.seek(0)
-    check_head(file, "the file")
-    import_chunks(file, target)
+    import_chunks(open_export(file, "the file"), target)
     assert asyncio.run(ingest(target, num_contexts=2)) == (0, 0)
     assert asyncio.run(ingest(target, num_contexts=3)) == (0, 2)  # other averages
     source.close()

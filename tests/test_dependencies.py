@@ -17,7 +17,7 @@ ONLY_IN = {
     "vllm": ("ragkv/engine/", "evals/workloads/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
-    "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/disk.py", "store/index.py", "store/usage.py"),
+    "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/opening.py", "store/usage.py"),
     "bm25s": ("retriever/keywords.py",),
     "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
     "typer": ("ragkv/cli/", "evals/cli.py"),

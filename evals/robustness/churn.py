@@ -147,7 +147,7 @@ def _round(
 
 
 def _records_bytes(home: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in (home / "kv" / "segments").glob("*.seg"))
+    return sum(file.stat().st_blocks * 512 for file in (home / "kv").glob("v*/*/*.kv"))
 
 
 def _left_behind(config: Config, home: Path, seen: Seen) -> list[str]:

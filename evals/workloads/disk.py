@@ -21,8 +21,8 @@ import xxhash
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Store
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segment_store import SegmentStore
 
 _LAYERS = 8
 _AT_A_TIME = 8  # chunks of a request
@@ -54,13 +54,13 @@ def _measure(folder: Path, record_bytes: int, wanted: Store) -> Row:
     size = num_chunks * sum(kv.size_bytes for kv in layers)
     order = random.Random(0)
 
-    def write(store: SegmentStore) -> None:
+    def write(store: DiskStore) -> None:
         for group in _requests(keys):
             store.put((key, layers) for key in group)
 
     row: Row = {"chunks": num_chunks, "layers": _LAYERS}
-    store = SegmentStore(folder / "kv")
-    pooled = SegmentStore(folder / "kv", memory_bytes=2 * total_bytes)
+    store = DiskStore(folder / "kv")
+    pooled = DiskStore(folder / "kv", memory_bytes=2 * total_bytes)
     try:
         row["write"] = _mb_s(lambda: write(store), size)
         file, target, source = store.admin.locate(keys[0], 0)[0], torch.zeros(size // 4), torch.randn(size // 4)
@@ -112,7 +112,7 @@ def _requests(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
 _Copies = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]  # K and V, by chunk and layer
 
 
-def _read(store: SegmentStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -> None:
+def _read(store: DiskStore, keys: Sequence[ChunkKey], copies: _Copies = ()) -> None:
     """Read all layers of all chunks, and copy them into `copies`, if given, as whoever computes with them would."""
     requests = [*_requests(keys)]
     store.prefetch(requests[0])
@@ -153,7 +153,7 @@ def _of_disk(file: Path, record_bytes: int, num_threads: int) -> float:
 
 
 def _churn(
-    store: SegmentStore, keys: Sequence[ChunkKey], layers: Sequence[LayerKV], order: random.Random, num_rounds: int
+    store: DiskStore, keys: Sequence[ChunkKey], layers: Sequence[LayerKV], order: random.Random, num_rounds: int
 ) -> None:
     for _ in range(num_rounds):
         key = order.choice(keys)

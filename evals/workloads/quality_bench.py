@@ -31,7 +31,7 @@ from ragkv.policies import FULL
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.embedder import Embedder
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.store.segment_store import SegmentStore
+from ragkv.store.disk_store import DiskStore
 
 MAX_CHUNKS, POOL_SIZE = 10, 24
 CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
@@ -78,12 +78,10 @@ class Fused:
 class QualityBench:
     """An engine and a store on which one data set is evaluated."""
 
-    def __init__(
-        self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: SegmentStore
-    ) -> None:
+    def __init__(self, engine: Engine, config: Config, dataset: Dataset, settings: Settings, store: DiskStore) -> None:
         self._engine, self._config, self.dataset, self._settings = engine, config, dataset, settings
         self._store = store
-        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.disk.path).free // 2)
+        self._kept_bytes = min(KEPT_BYTES, shutil.disk_usage(store.path).free // 2)
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
@@ -326,6 +324,6 @@ async def running(
         try:
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
-            yield QualityBench(engine, config, dataset, settings, SegmentStore(Path(store)))
+            yield QualityBench(engine, config, dataset, settings, DiskStore(Path(store)))
         finally:
             await engine.close()

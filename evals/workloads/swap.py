@@ -34,8 +34,8 @@ from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.routing import plan_task
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 
 _LEAST_S = 8.0  # of rounds: what is short is taken more often, for single requests differ by 20 ms
 _ARMS = ("mib_s", "share", "near", "chunk_tokens", "batch")  # what a picture holds fixed
@@ -79,7 +79,7 @@ class _Case:
     task: FuseTask
     profile: Profile
     kv: ChunkKV
-    store: SegmentStore
+    store: DiskStore
     far: Sequence[ChunkKey]
     batch: int
 

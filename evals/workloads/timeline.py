@@ -26,8 +26,8 @@ from ragkv.controller.requests import Timed
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Timeline as Wanted
 from ragkv.evals.rig import rig
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 
 _EVERY_S = 0.01  # more often, and the looking slows down what is looked at
 _WARM_UP = 2  # requests
@@ -82,7 +82,7 @@ class Timeline:
 class Residency:
     """Which bytes of some records are in the page cache. Looking at a file's pages doesn't bring them there."""
 
-    def __init__(self, store: SegmentStore, keys: Sequence[ChunkKey], num_layers: int) -> None:
+    def __init__(self, store: DiskStore, keys: Sequence[ChunkKey], num_layers: int) -> None:
         self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
         self._chunks: list[tuple[int, int, npt.NDArray[np.int64]]] = []  # address, bytes, first page of each layer
         self.sizes = [0] * num_layers

@@ -18,7 +18,7 @@ from ragkv.errors import StoreError
 from ragkv.files import atomic_write
 
 if TYPE_CHECKING:
-    from ragkv.store.segment_store import SegmentStore
+    from ragkv.store.disk_store import DiskStore
 
 _STREAM = Path("-")
 
@@ -119,16 +119,16 @@ def import_kv(
     """
     config = load_config(config_file, home=home)
     from ragkv.home import Home
-    from ragkv.store.transfer import check_head, import_chunks
+    from ragkv.store.transfer import import_chunks, open_export
 
     target, name = Home(config.home), "stdin" if file == _STREAM else str(file)
     with _os_errors_as_store_errors(file, "read"), _open_to_read(file) as source:
-        check_head(source, name)
+        archive = open_export(source, name)
         total = None if file == _STREAM else file.stat().st_size
         target.make()
         store = target.open_store(**config.store.options())
         with target.indexing(), closing(store) as kv, output.ByteBar("Importing KV", total) as bar:
-            done = import_chunks(source, kv, bar.advance)
+            done = import_chunks(archive, kv, bar.advance)
     output.print_transfer(out, "imported", done)
     fingerprint = target.fingerprint()
     if fingerprint and done.fingerprints - {fingerprint}:
@@ -143,7 +143,7 @@ def import_kv(
 
 
 @contextmanager
-def _store(config: Config) -> Iterator["SegmentStore"]:
+def _store(config: Config) -> Iterator["DiskStore"]:
     from ragkv.home import Home
 
     home = Home(config.home)

@@ -22,8 +22,8 @@ from ragkv.files import atomic_write
 from ragkv.machine.hardware import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 from ragkv.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ async def profile_machine(workspace: Workspace, policy: Policy, report: Callable
             workspace.store.delete(unused)
 
 
-async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: SegmentStore, max_model_len: int) -> Profile | None:
+async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: DiskStore, max_model_len: int) -> Profile | None:
     """Time a minute of requests and fit a profile; None if the model's context is too short for a fused prompt.
 
     Requests are timed in rounds over all lengths, and the best time of each counts: whatever else the machine does
@@ -139,7 +139,7 @@ def load_of(num_tokens: int, task: FuseTask) -> Load:
     return Load(num_tokens, loaded, 0, chosen, num_tokens - loaded)
 
 
-def _cold_ms(store: SegmentStore, keys: Sequence[ChunkKey]) -> float:
+def _cold_ms(store: DiskStore, keys: Sequence[ChunkKey]) -> float:
     """Measure how many milliseconds longer a thousand tokens take to read from disk than from the page cache."""
     tokens, times = 0, []
     for is_cold in (True, False):

@@ -23,7 +23,7 @@ from ragkv.engine.subset import SubsetForward
 from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.engine.worker import WorkerSide
 from ragkv.kernels.dispatch import choose
-from ragkv.store.segment_store import SegmentStore
+from ragkv.store.disk_store import DiskStore
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -55,7 +55,7 @@ class RagKVConnector(KVConnectorBase_V1):
         except UnsupportedModelError as error:
             return str(error)
         pinned = subset.device.type == "cuda"
-        store = SegmentStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
+        store = DiskStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         self._worker = WorkerSide(KVLoader(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
         return None

@@ -75,7 +75,7 @@ class Engine:
     ) -> "Engine":
         """Start vLLM's processes and load the model, which takes seconds to minutes.
 
-        store_options: of `SegmentStore`. engine_args: passed to vLLM as they are. Raises ModelError.
+        store_options: of `DiskStore`. engine_args: passed to vLLM as they are. Raises ModelError.
         """
         arguments = _arguments(model, config, store, fingerprint, dict(store_options or {}))
         from vllm import AsyncEngineArgs

@@ -1,7 +1,7 @@
 """Reads chunks' stored KV, one layer of a chunk at a time, copies it to the device and fuses it into blocks."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -133,10 +133,3 @@ class KVLoader:
                 self.store.discard(self.key(error.span))
             except StoreError as problem:
                 logger.warning("bad KV stays in the store: %s", problem)
-
-    def check_unchanged(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
-        """Raise BadSpanError if one of these spans was deleted or replaced since it was first read."""
-        changed = set(snapshot.deleted())
-        for span in spans if changed else ():
-            if self.key(span) in changed:
-                raise BadSpanError(span, "was deleted while it was read")

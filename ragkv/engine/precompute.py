@@ -84,7 +84,6 @@ class Precompute:
                 for layer in range(len(self._forward.layers)):
                     with self._loader.device_copy.in_use():
                         layers.append(self._loader.read(snapshot, layer, alone).kv.map(torch.clone))
-                self._loader.check_unchanged(snapshot, [alone])
         except BadSpanError as error:
             logger.warning("%s; left out of an average", error)
             self._loader.discard_if_corrupt(error)
@@ -113,7 +112,6 @@ class Precompute:
                     layers.append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
 
             self._forward.run(list(map(piece, jobs, positions)), before_layer)
-            self._loader.check_unchanged(snapshot, [s for a in averages for s in (a.task.anchor, a.contexts[0])])
         return precomputed
 
 

@@ -18,8 +18,8 @@ from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
 from ragkv.retriever.hashing import NEAREST, mean_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
@@ -58,7 +58,7 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
 
 
 def delete_for_good(
-    catalog: Catalog, index: VectorIndex, store: SegmentStore, ids: Collection[str], kept: Collection[str] = ()
+    catalog: Catalog, index: VectorIndex, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()
 ) -> Deletion:
     """Delete documents with their vectors, and the KV of chunks that only they have.
 
@@ -119,7 +119,7 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
     ]
 
 
-def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dict[ChunkKey, int]]:
+def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[ChunkKey, int]]:
     """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     if fingerprint is None:

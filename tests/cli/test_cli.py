@@ -28,9 +28,8 @@ from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, Policy
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.store.index import FORMAT, Index
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segment_store import SegmentStore
 
 HEAVY = ("torch", "vllm", "transformers", "sentence_transformers", "fastapi", "ragkv.pipeline")
 
@@ -49,7 +48,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def filled_home(home: Path) -> Path:
-    store = SegmentStore(home / "kv")
+    store = DiskStore(home / "kv")
     for chunk in (1, 2):
         key = ChunkKey(f"{chunk:032x}", f"{7:032x}", f"{8:032x}", heads=(0, 2))
         store.put([(key, [LayerKV(torch.ones(2, 5, 8), torch.ones(2, 5, 8), base_position=0)] * 3)])
@@ -72,11 +71,10 @@ def invoke(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def corrupt_one_record(store: Path) -> None:
-    segment = next((store / "segments").iterdir())
-    with segment.open("r+b") as file:
-        file.seek(200)
+    with min(store.glob("v4/*/*.kv")).open("r+b") as file:
+        file.seek(4096 + 200)
         byte = file.read(1)[0]
-        file.seek(200)
+        file.seek(4096 + 200)
         file.write(bytes([byte ^ 1]))
 
 
@@ -257,7 +255,7 @@ def test_store_export_and_import_leave_out_what_is_damaged(filled_home: Path, tm
     file, other = tmp_path / "kv.export", tmp_path / "other"
     assert invoke("store", "export", file)[0] == 0
     damaged = bytearray(file.read_bytes())
-    damaged[2 * 4096 + 200] ^= 1  # behind the head and the first chunk's title
+    damaged[2 * 512 + 300] ^= 1  # behind the headers of two members and the head of the first entry
     file.write_bytes(damaged)
     code, out, _ = invoke("store", "import", file, "--home", other)
     assert (code, out.splitlines()) == (
@@ -339,8 +337,7 @@ def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:
 
 
 def test_store_of_another_version(filled_home: Path) -> None:
-    with closing(Index(filled_home / "kv" / "index.db", "99")) as index, index.writing() as changes:
-        changes.set_meta(FORMAT, "99")
+    (filled_home / "kv" / "v4").rename(filled_home / "kv" / "v99")
     assert "holds KV records of format 99" in errors("store", "verify")[0]
 
 

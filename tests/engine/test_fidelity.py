@@ -20,8 +20,8 @@ from ragkv.evals.workloads import quality
 from ragkv.evals.workloads.quality_bench import Settings
 from ragkv.policies import FULL, Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ def average(*args):
 
 def stored(harness, chunk, before):
     extra = harness.engine._llm.vllm_config.kv_transfer_config.kv_connector_extra_config
-    store = SegmentStore(Path(extra["store"]))
+    store = DiskStore(Path(extra["store"]))
     key = ChunkKey(chunk_hash(chunk), before, FINGERPRINT, harness.engine.kv_heads)
     with store.snapshot() as snapshot:
         layers = [copy.deepcopy(snapshot.get(key, layer)) for layer in range(30)]

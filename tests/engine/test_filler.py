@@ -17,7 +17,7 @@ from ragkv.kernels.dispatch import choose
 from ragkv.kernels.shift import averaging, mean_shifts, shift_weights
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
-from ragkv.store.memory_store import MemoryStore
+from ragkv.store.disk_store import DiskStore
 
 ANCHOR, FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21]
 QUESTION = [30, 31, 32]
@@ -42,12 +42,11 @@ def precompute_jobs():
 
 
 @pytest.fixture(params=["torch", "separate"])
-def loader(request):
+def loader(request, tmp_path):
     """`separate`: a layer is put together in memory of ours, as on CPU, and not in the model's blocks."""
     forward = TinyForward()
-    loader = KVLoader(
-        forward, [forward.rotation] * NUM_LAYERS, MemoryStore(), "f" * 32, choose("torch", forward.device)
-    )
+    store = DiskStore(tmp_path)
+    loader = KVLoader(forward, [forward.rotation] * NUM_LAYERS, store, "f" * 32, choose("torch", forward.device))
     for one in precompute_jobs():
         Precompute(loader).precompute([one])
     for layer in forward.layers:
@@ -238,7 +237,7 @@ def test_part_of_the_budget_recomputes_part_of_the_tokens(loader):
     assert (report.tokens.recomputed, report.tokens.reused) == (3 + num_chosen, 21 - num_chosen)
     assert all(12 <= start < end <= 21 for start, end in report.tokens.recomputed_runs)
     assert 0 < report.votes.covered < 1 and 0 < report.votes.evenness <= 1
-    assert report.tokens.loaded == [(span.start, span.end, True) for span in SPANS]
+    assert report.tokens.loaded == [(span.start, span.end, False) for span in SPANS]
 
 
 def test_a_chunk_without_kv_is_computed_like_other_text(loader):

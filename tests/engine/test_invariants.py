@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from ragkv.engine.task import Span
 from ragkv.engine.worker import slice_tokens
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.segment_store import SegmentStore
 
 pytestmark = pytest.mark.engine
 
@@ -171,7 +171,7 @@ def test_what_waits_for_its_turn_is_read_meanwhile(harness, anchor, text, questi
 
 def open_store(harness):
     extra = harness.engine._llm.vllm_config.kv_transfer_config.kv_connector_extra_config
-    return SegmentStore(Path(extra["store"]))
+    return DiskStore(Path(extra["store"]))
 
 
 def key_of(harness, chunk, anchor):

@@ -77,7 +77,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
 
 
 def _num_records(config):
-    if not (config.home / "kv" / "index.db").exists():
+    if not (config.home / "kv" / "usage.db").exists():
         return 0
     try:
         store = Home(config.home).open_store()

@@ -255,10 +255,10 @@ def test_kv_that_went_bad_is_captured_again_in_the_background(runner, pipeline, 
     *_, before = runner.run(events_of(pipeline, QUESTIONS[1], "query:1.0", fresh=True))
     verified, chunks = store.admin.verify(), set(store.chunk_hashes())
     rewrite(store)  # or the worker has it in memory
-    places = [place for key, place in store.disk.index.locations() if key[16:32].hex() != "0" * 32]  # not of the anchor
-    for place in places[::2]:
-        segment, offset, length = place.layer(3)
-        with store.disk.files.path(segment).open("r+b") as file:
+    keys = [key for key in store.entries if key.anchor_hash != "0" * 32]  # not of the anchor
+    for key in keys[::2]:
+        path, offset, length = store.admin.locate(key, 3)
+        with path.open("r+b") as file:
             file.seek(offset + length - 1)
             (byte,) = file.read(1)
             file.seek(offset + length - 1)
@@ -330,8 +330,8 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
 
 def test_hints_reach_the_store(runner, pipeline, corpus):
     def hints():
-        rows = pipeline.workspace.store.disk.index._read("select key, hint from usage")
-        return {key[:16].hex(): hint for key, hint in rows}
+        store = pipeline.workspace.store
+        return {key.chunk_hash: store._usage.hint_of(key) for key in store.entries}
 
     runner.run(pipeline.ingest([corpus / "tea.md"], hint="pin"))
     tea = {

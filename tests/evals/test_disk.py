@@ -28,7 +28,7 @@ def test_every_way_is_measured_and_what_was_replaced_is_off_the_disk(rows):
 
 
 def test_damage_is_not_measured_over(tmp_path, monkeypatch):
-    write = disk.SegmentStore.put
+    write = disk.DiskStore.put
 
     def put_and_damage(store, chunks):
         chunks = list(chunks)
@@ -38,7 +38,7 @@ def test_damage_is_not_measured_over(tmp_path, monkeypatch):
             bytes_.seek(offset + length // 2)
             bytes_.write(b"damage")
 
-    monkeypatch.setattr(disk.SegmentStore, "put", put_and_damage)
+    monkeypatch.setattr(disk.DiskStore, "put", put_and_damage)
     with pytest.raises(CorruptRecordError):
         list(disk.run(Config(home=tmp_path), Store((64,), mib=1, churn=0, repeats=1), Progress()))
 

@@ -13,8 +13,10 @@ CAMPAIGN = (
 )
 WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
 LOSES_PUTS_AND_DIES = (
-    "import os; from ragkv.store.index import Changes; from ragkv.store.admin import StoreAdmin\n"
-    "Changes.put = lambda *_: None; StoreAdmin.stats = lambda _: os.abort()"
+    "import os; from ragkv.store.entries import EntryFolder; from ragkv.store.admin import StoreAdmin\n"
+    "publish = EntryFolder.publish\n"
+    "EntryFolder.publish = lambda self, files: 'kills' in str(self._folder) or publish(self, files)\n"
+    "StoreAdmin.stats = lambda _: os.abort()"
 )
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ragkv.evals.workloads.timeline import Residency, Timeline, _draw
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segment_store import SegmentStore
 
 
 def make_timeline():
@@ -37,7 +37,7 @@ def test_it_is_drawn(tmp_path):
 def test_residency_is_seen_and_not_changed(tmp_path):
     keys = [ChunkKey(f"{n:032x}", "0" * 32, "1" * 32, (0, 2)) for n in range(3)]
     layers = [LayerKV(torch.randn(2, 100 * (1 + i), 64), torch.randn(2, 100 * (1 + i), 64), 0) for i in range(3)]
-    with closing(SegmentStore(tmp_path)) as store:
+    with closing(DiskStore(tmp_path)) as store:
         store.put([(key, layers) for key in keys])
         residency = Residency(store, keys, num_layers=3)
         assert residency.resident() == residency.sizes

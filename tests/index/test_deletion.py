@@ -18,6 +18,7 @@ from ragkv.store.record import ChunkKey, LayerKV
 
 ANCHOR, MODEL = chunk_hash([1, 2, 3]), f"{8:032x}"
 AVERAGE = mean_hash(ANCHOR, NEAREST, 4)
+ENTRY_BYTES = 4096 + 2 * 16384
 
 
 def make_chunk(text):
@@ -84,7 +85,7 @@ def test_a_document_goes_with_all_that_is_its_own(home, folder, monkeypatch):
     names, keys, num_vectors = state_of(home)
     assert names == ["old/all.jsonl#1", "old/all.jsonl#a#b", "tea.md"] and num_vectors == 4
     assert before - keys == {make_key("wax"), make_key("wax", AVERAGE)}
-    assert deletion.size_bytes == 4 * 16384
+    assert deletion.size_bytes == 2 * ENTRY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,11 @@ def test_garbage_goes_and_nothing_else(home):
     before = state_of(home)
     fill_with_garbage(home)
     full = state_of(home)
-    expected = [(NO_DOCUMENT, 2, 6 * 16384), (OTHER_MODEL, 2, 4 * 16384), (OTHER_CONTEXT, 1, 4 * 16384)]
+    expected = [
+        (NO_DOCUMENT, 2, 3 * ENTRY_BYTES),
+        (OTHER_MODEL, 2, 2 * ENTRY_BYTES),
+        (OTHER_CONTEXT, 1, 2 * ENTRY_BYTES),
+    ]
     found = collect_garbage(home, dry_run=True)
     assert [(part.reason, part.num_chunks, part.size_bytes) for part in found] == expected
     assert state_of(home) == full

@@ -5,15 +5,15 @@ import random
 import pytest
 from store_samples import NUM_LAYERS, make_key, make_layers
 
-from ragkv.store.segment_store import SegmentStore
-from ragkv.store.segments import padded
+from ragkv.store.disk_store import DiskStore
+from ragkv.store.entries import entry_bytes
 
-CHUNK_BYTES = NUM_LAYERS * padded(128 + 2 * 2 * 100 * 8 * 4)
+CHUNK_BYTES = entry_bytes([128 + 2 * 2 * 100 * 8 * 4] * NUM_LAYERS)
 LAYERS = make_layers(num_tokens=100)
 
 
 def open_store(tmp_path, num_chunks=4, **options):
-    return SegmentStore(tmp_path / "kv", disk_bytes=num_chunks * CHUNK_BYTES, **options)
+    return DiskStore(tmp_path / "kv", disk_bytes=num_chunks * CHUNK_BYTES, **options)
 
 
 def held(store):
@@ -25,8 +25,7 @@ def put(store, *chunks):
 
 
 def used_bytes(store):
-    """Without the block that the file system takes to know where a file's blocks are."""
-    return store.disk.files.size_on_disk() - 4096
+    return store.entries.size_on_disk()
 
 
 @pytest.mark.parametrize("eviction", ["gdsf", "lru", "lfu", "lfuda"])
@@ -53,7 +52,7 @@ def test_what_is_used_stays(tmp_path):
     assert held(store) == {1, 2, 4, 6}
     gauges = store.admin.gauges()
     assert (gauges["entries"], gauges["evicted_entries"]) == (4, 2)
-    assert gauges["disk_bytes"] == store.disk.files.size_on_disk()
+    assert gauges["disk_bytes"] == store.entries.size_on_disk()
     store.close()
 
 
@@ -117,7 +116,7 @@ def test_small_records_stay_longer_for_their_size(tmp_path):
     raw = open_store(tmp_path)
     put(raw, 1, 2)
     raw.close()
-    store = SegmentStore(tmp_path / "kv", codec="int8", disk_bytes=3 * CHUNK_BYTES)
+    store = DiskStore(tmp_path / "kv", codec="int8", disk_bytes=3 * CHUNK_BYTES + 3 * 4096)
     put(store, 3, 4, 5, 6)
     assert {3, 4, 5, 6} <= held(store) and len(held(store)) == 5
     store.close()

@@ -1,4 +1,4 @@
-"""KV in memory: never more than its budget, never other than what the index names."""
+"""KV in memory: never more than its budget, never other than what is stored."""
 
 import random
 from contextlib import closing
@@ -8,27 +8,27 @@ import torch
 from store_samples import NUM_LAYERS, make_key, make_layers
 
 from ragkv.errors import StoreError
-from ragkv.store.index import Location
+from ragkv.store.disk_store import DiskStore
+from ragkv.store.entries import EntryFile, Layout
 from ragkv.store.pool import Pool
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode, record_bytes
-from ragkv.store.segment_store import SegmentStore
 
 LAYERS = make_layers(num_tokens=40)
-LOCATION = Location(0, 0, tuple(record_bytes(kv) for kv in LAYERS))
-CHUNK_BYTES = LOCATION.extent.length
+LAYOUT = Layout(tuple(record_bytes(kv) for kv in LAYERS), (0, 0))
+CHUNK_BYTES = LAYOUT.size_bytes
 
 
-def put(pool, key, location, layer, kv, in_use=frozenset()):
+def put(pool, key, layout, layer, kv, in_use=frozenset()):
     """As a snapshot does that reads it."""
-    slot = pool.slot(key, location, layer, in_use)
+    slot = pool.slot(key, layout, layer, in_use)
     if slot is not None:
         slot[:] = encode(key.layer(layer), kv)
         pool.keep(key, layer, decode(key.layer(layer), slot))
 
 
-def fill(pool, key, layers=LAYERS, location=LOCATION, in_use=frozenset()):
+def fill(pool, key, layers=LAYERS, layout=LAYOUT, in_use=frozenset()):
     for layer, kv in enumerate(layers):
-        put(pool, key, location, layer, kv, in_use)
+        put(pool, key, layout, layer, kv, in_use)
 
 
 def ask(pool, *chunks, hint=None):
@@ -54,11 +54,11 @@ def test_what_was_kept_is_what_was_read(dtype):
     for layers in chunks.values():
         layers[1] = LayerKV(layers[1].k, layers[1].v, 3, v_std=torch.rand(layers[1].k.shape[1]))
     pool.request(dict.fromkeys(chunks))
-    locations = {key: Location(0, 0, tuple(record_bytes(kv) for kv in layers)) for key, layers in chunks.items()}
+    layouts = {key: Layout(tuple(record_bytes(kv) for kv in layers), (0, 0)) for key, layers in chunks.items()}
     for key, layers in chunks.items():
-        fill(pool, key, layers, locations[key])
+        fill(pool, key, layers, layouts[key])
     for key, layers in chunks.items():
-        held = [pool.get(key, locations[key], layer) for layer in range(NUM_LAYERS)]
+        held = [pool.get(key, layouts[key], layer) for layer in range(NUM_LAYERS)]
         assert all(map(same, held, layers))
 
 
@@ -66,7 +66,7 @@ def test_only_what_a_request_wants_is_kept():
     pool = Pool(1 << 20)
     fill(pool, make_key(1))
     ask(pool, 2, hint="ephemeral")
-    assert not chunks_in(pool) and pool.get(make_key(1), LOCATION, 0) is None
+    assert not chunks_in(pool) and pool.get(make_key(1), LAYOUT, 0) is None
     ask(pool, 1)
     assert chunks_in(pool) == {1}
 
@@ -104,7 +104,7 @@ def test_what_is_used_often_stays():
 def test_another_place_is_another_chunk():
     pool = Pool(1 << 20)
     ask(pool, 1)
-    assert pool.get(make_key(1), Location(0, 0, LOCATION.lengths), 0) is None  # of another serial
+    assert pool.get(make_key(1), Layout(LAYOUT.lengths, (0, 1)), 0) is None  # of another version
     assert not chunks_in(pool) and pool.size_bytes == 0
 
 
@@ -126,18 +126,18 @@ def test_layers_never_overlap_and_never_leave_the_budget():
     rng = random.Random(0)
     pool = Pool(20 * CHUNK_BYTES + 123)
     chunks = {n: make_layers(n, num_tokens=rng.choice([1, 9, 40, 200, 350])) for n in range(40)}
-    locations = {n: Location(0, n, tuple(record_bytes(kv) for kv in layers)) for n, layers in chunks.items()}
+    layouts = {n: Layout(tuple(record_bytes(kv) for kv in layers), (0, n)) for n, layers in chunks.items()}
     num_held = 0
     for _ in range(300):
         requested = rng.sample(range(40), rng.randrange(1, 6))
         pool.request({make_key(n): rng.choice([None, None, "pin" if n < 3 else None]) for n in requested})
         for layer in range(NUM_LAYERS):
             for n in requested:
-                held = pool.get(make_key(n), locations[n], layer)
+                held = pool.get(make_key(n), layouts[n], layer)
                 assert held is None or same(held, chunks[n][layer])
                 num_held += held is not None
                 if held is None:
-                    put(pool, make_key(n), locations[n], layer, chunks[n][layer], {make_key(i) for i in requested})
+                    put(pool, make_key(n), layouts[n], layer, chunks[n][layer], {make_key(i) for i in requested})
         assert pool.size_bytes <= 20 * CHUNK_BYTES + 123
         if rng.random() < 0.1 and chunks_in(pool):
             pool.drop(make_key(rng.choice(sorted(chunks_in(pool)))))
@@ -149,7 +149,7 @@ def test_layers_never_overlap_and_never_leave_the_budget():
 
 @pytest.fixture
 def store(tmp_path):
-    with closing(SegmentStore(tmp_path, memory_bytes=1 << 20)) as store:
+    with closing(DiskStore(tmp_path, memory_bytes=1 << 20)) as store:
         store.put([(make_key(n), make_layers(n)) for n in (1, 2)])
         yield store
 
@@ -165,7 +165,7 @@ def read(store, *chunks, request=True):
 def test_a_request_reads_the_disk_once(store, monkeypatch):
     first = read(store, 1, 2)
     assert store.in_memory(make_key(1))
-    monkeypatch.setattr(store.disk.files, "read_into", lambda *location: pytest.fail("read again"))
+    monkeypatch.setattr(EntryFile, "read_into", lambda *_: pytest.fail("read again"))
     again = read(store, 1, 2)
     assert all(same(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -179,7 +179,7 @@ def test_reads_without_a_request_keep_nothing(store):
 @pytest.mark.parametrize("change", ["delete", "discard", "replace"])
 def test_what_changes_on_disk_isnt_given_from_memory(store, tmp_path, change, by_another):
     read(store, 1, 2)
-    with closing(SegmentStore(tmp_path)) as other:
+    with closing(DiskStore(tmp_path)) as other:
         writer = other if by_another else store
         if change == "delete":
             writer.delete([make_key(1).chunk_hash])
@@ -197,14 +197,14 @@ def test_what_changes_on_disk_isnt_given_from_memory(store, tmp_path, change, by
 
 def test_what_is_deleted_leaves_memory_with_the_next_request(store, tmp_path):
     read(store, 1, 2)
-    with closing(SegmentStore(tmp_path)) as other:
+    with closing(DiskStore(tmp_path)) as other:
         other.delete([make_key(1).chunk_hash])
     store.touch([make_key(2)])
     assert not store.in_memory(make_key(1)) and store.memory_changes()[1] == [make_key(1).chunk_hash]
 
 
 def test_a_hint_reaches_what_is_in_memory(tmp_path):
-    with closing(SegmentStore(tmp_path, memory_bytes=2 * CHUNK_BYTES)) as store:
+    with closing(DiskStore(tmp_path, memory_bytes=2 * CHUNK_BYTES)) as store:
         store.put([(make_key(n), LAYERS) for n in (1, 2, 3)])
         store.hint([make_key(1).chunk_hash], "pin")
         store.hint([make_key(3).chunk_hash], "ephemeral")
@@ -215,7 +215,7 @@ def test_a_hint_reaches_what_is_in_memory(tmp_path):
 
 def test_memory_that_cant_be_had_is_refused_by_name(tmp_path):
     with pytest.raises(StoreError, match=r"no 1.04858e\+06 GiB of memory for KV.*store.memory_gib"):
-        SegmentStore(tmp_path, memory_bytes=1 << 50)
+        DiskStore(tmp_path, memory_bytes=1 << 50)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -237,7 +237,7 @@ def test_a_chunk_that_goes_bad_leaves_memory_and_its_room_is_free(store, layer):
 
 def test_a_chunk_that_is_read_for_the_first_time_is_announced(store, monkeypatch):
     announced = []
-    monkeypatch.setattr(store.disk.files, "prefetch", lambda *location: announced.append(location))
+    monkeypatch.setattr(EntryFile, "prefetch", lambda _, layer: announced.append(layer))
     store.touch([make_key(1)])
     for _ in range(2):
         with store.snapshot() as snapshot:

@@ -6,15 +6,15 @@ from contextlib import closing
 import torch
 from store_samples import drop_cached
 
+from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
-from ragkv.store.segment_store import SegmentStore
 
 KEYS = [ChunkKey(f"{n:032x}", "0" * 32, "1" * 32, (0, 2)) for n in range(4)]
 LAYERS = [LayerKV(torch.randn(2, 500, 64), torch.randn(2, 500, 64), 0) for _ in range(3)]
 
 
 def test_what_will_be_read_is_brought_into_the_page_cache(tmp_path):
-    with closing(SegmentStore(tmp_path)) as store:
+    with closing(DiskStore(tmp_path)) as store:
         store.put([(key, LAYERS) for key in KEYS[:3]])
         drop_cached(store, KEYS[:3])
         store.prefetch([KEYS[0], KEYS[2], KEYS[3]])  # the last one is not stored
@@ -27,10 +27,10 @@ def test_what_will_be_read_is_brought_into_the_page_cache(tmp_path):
 
 
 def test_a_store_closes_while_it_reads(tmp_path):
-    store = SegmentStore(tmp_path)
+    store = DiskStore(tmp_path)
     store.put([(key, LAYERS) for key in KEYS])
     drop_cached(store, KEYS)
     store.prefetch(KEYS)
     store.close()
-    with closing(SegmentStore(tmp_path)) as again:
+    with closing(DiskStore(tmp_path)) as again:
         assert again.admin.verify().problems == []

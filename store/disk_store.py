@@ -1,0 +1,237 @@
+"""The KV store on disk, as requests and the indexer use it: put, find, read, evict and delete chunks' KV.
+
+Each entry is a file (`entries`), and the files tell what is stored; a table beside them knows their uses (`usage`).
+`opening` opens and recovers the folder, `snapshot` reads, `pool` keeps in memory what requests use, and `admin` counts
+and verifies. The methods of `ragkv.store.base.KVStore` are documented there.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+
+from ragkv.errors import StoreError
+from ragkv.store.admin import StoreAdmin
+from ragkv.store.codecs import CODECS
+from ragkv.store.entries import entry_bytes
+from ragkv.store.eviction import Hint
+from ragkv.store.memory import Staging
+from ragkv.store.opening import open_folder, store_errors
+from ragkv.store.pool import Pool
+from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, check, encode, record_bytes, tokens_in
+from ragkv.store.snapshot import DiskSnapshot
+
+logger = logging.getLogger(__name__)
+
+
+class DiskStore:
+    """Chunk KV in the folder `path`. codec: how records are written from now on; stored ones may have others.
+
+    disk_bytes: the limit for records; to make room, the entries that `eviction` values least go first. None: no limit.
+    memory_bytes: the limit for entries kept in memory, chosen by the same eviction among those that requests use; 0:
+    none. pinned: that memory is page-locked, so that a GPU can copy from it directly.
+
+    Any number of processes may have the folder open; a lock excludes writers from each other. Threads may share a
+    store. Raises StoreError if the folder holds something else, was made by another version, or can't be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        codec: str = "raw",
+        *,
+        disk_bytes: int | None = None,
+        memory_bytes: int = 0,
+        eviction: str = "gdsf",
+        pinned: bool = False,
+    ) -> None:
+        self.path, self._codec, self._disk_bytes = path, CODECS[codec], disk_bytes
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # asks the system to; keeps no bytes
+        self._has_memory = memory_bytes > 0
+        self._pool = _take_pool(memory_bytes, eviction, pinned)
+        self._staging: list[Staging] = []  # of snapshots that have ended
+        self.entries, self._usage, self._lock = open_folder(path, eviction)
+        self.admin = StoreAdmin(path, self.entries, self._usage)
+        self._last_change = 0  # of the files, when the pool was compared with them
+
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+        chunks = list(chunks)
+        lengths = [[record_bytes(kv, self._codec) for kv in layers] for _, layers in chunks]
+        self._put(
+            ((key, [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
+            list(map(entry_bytes, lengths)),
+        )
+
+    def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
+        """Store one entry whose layers another store has encoded, for imports.
+
+        Raises CorruptRecordError, having written nothing, unless every record verifies.
+        """
+        for i, record in enumerate(records):
+            check(key.layer(i), record)
+        self._put([(key, records)], [entry_bytes([*map(len, records)])])
+
+    def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]], sizes: Sequence[int]) -> None:
+        """Write files without names, then rows, then give the files their names: so every file has a row.
+
+        What another process deletes in between gets no name.
+        """
+        files: dict[ChunkKey, Path] = {}
+        with self._errors("write to"):
+            try:
+                with self._usage.writing():
+                    self._usage.write_counts()
+                    fits = self._make_room(sizes)
+                    for (key, records), size_bytes, has_room in zip(chunks, sizes, fits, strict=True):
+                        if has_room:
+                            files[key] = self.entries.write(key, records)
+                        # Without room it is as if it had been stored and evicted: it is precomputed when it is missed.
+                        self._usage.put(key, size_bytes, cost=tokens_in(records[0]), stored=has_room)
+                with self._usage.writing():
+                    self.entries.publish({key: file for key, file in files.items() if self._usage.knows(key)})
+            finally:
+                for file in files.values():
+                    file.unlink(missing_ok=True)
+
+    def _make_room(self, sizes: Sequence[int]) -> list[bool]:
+        """Evict others for entries of these sizes. Returns which of them fit then.
+
+        An entry that alone exceeds the limit evicts nothing.
+        """
+        if self._disk_bytes is None:
+            return [True] * len(sizes)
+        requested = 0
+        for size in sizes:
+            requested += size if requested + size <= self._disk_bytes else 0
+        room = self._disk_bytes - self._usage.stored_bytes
+        if requested > room:
+            self.entries.delete(self._usage.evict(requested - room))
+            room = self._disk_bytes - self._usage.stored_bytes
+        fits = []
+        for size in sizes:
+            fits.append(size <= room)
+            room -= size if fits[-1] else 0
+        if not all(fits):
+            counts = (fits.count(False), len(fits), self._disk_bytes >> 20)
+            logger.warning("%d of %d chunks aren't stored: no room for them can be made in %d MiB", *counts)
+        return fits
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.entries.contains(key)
+
+    def in_memory(self, key: ChunkKey) -> bool:
+        return key in self._pool
+
+    def in_page_cache(self, key: ChunkKey) -> bool:
+        """Return whether the entry can be read without waiting for a disk; also True if it isn't stored."""
+        try:
+            file = self.entries.open(key)
+        except CorruptRecordError:
+            return True
+        if file is None:
+            return True
+        with closing(file):
+            return file.is_cached()
+
+    def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
+        """Return the keys of all entries; with `evicted` also of evicted ones, whose uses are still remembered."""
+        with self._errors("read"):
+            return [*self.entries, *(self._usage.evicted() if evicted else ())]
+
+    def chunk_hashes(self, *, evicted: bool = False) -> Iterator[str]:
+        """Return the chunks that have entries, each once; with `evicted` also those that had."""
+        return iter(dict.fromkeys(key.chunk_hash for key in self.keys(evicted=evicted)))
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        keys = list(keys)
+        self._usage.count(keys)
+        if self._has_memory:
+            if (last_change := self.entries.last_change) != self._last_change:
+                self._pool.refresh(self.entries.version, self._usage.hint_of)
+                self._last_change = last_change
+            self._pool.request({key: self._usage.hint_of(key) for key in keys})
+
+    def memory_changes(self) -> tuple[list[str], list[str]]:
+        return self._pool.take_changes()
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        with self._errors("read"):
+            for key in keys:
+                if not self.in_memory(key) and not self.in_page_cache(key):
+                    self._prefetcher.submit(self._prefetch, key)
+
+    def _prefetch(self, key: ChunkKey) -> None:
+        if (file := self.entries.open(key)) is not None:
+            with closing(file):
+                file.prefetch()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[DiskSnapshot]:
+        try:
+            staging = self._staging.pop()
+        except IndexError:
+            staging = Staging()
+        snapshot = DiskSnapshot(self.entries, self._pool, staging)
+        try:
+            yield snapshot
+        finally:
+            snapshot.close()
+            staging.shrink()
+            self._staging.append(staging)
+
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
+        with self._errors("write to"), self._usage.writing():
+            for chunk_hash in chunk_hashes:
+                self._usage.hint(chunk_hash, hint)
+        self._last_change = 0
+
+    def delete(self, chunk_hashes: Iterable[str]) -> int:
+        """Delete every entry of these chunks. Returns how many entries that were.
+
+        When it returns, no file has them; a request that is just reading one reads it to the end. Copies in the memory
+        of stores (this one's or another process's) are never returned again, and given up with the next request.
+        """
+        with self._errors("delete from"), self._usage.writing():
+            return sum(
+                self._delete([*self.entries.keys_of(chunk_hash), *self._usage.known_of(chunk_hash)])
+                for chunk_hash in chunk_hashes
+            )
+
+    def delete_keys(self, keys: Iterable[ChunkKey]) -> int:
+        """Delete these entries only, as `delete` does."""
+        with self._errors("delete from"), self._usage.writing():
+            return self._delete(list(keys))
+
+    def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        num_deleted = sum(map(self.entries.contains, set(keys)))
+        self.entries.delete(keys)
+        for key in keys:
+            self._usage.forget(key)
+        return num_deleted
+
+    def discard(self, key: ChunkKey) -> None:
+        with self._errors("delete from"), self._usage.writing():
+            self.entries.delete([key])
+            self._usage.lose(key)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            self._usage.flush()
+            self._prefetcher.shutdown(cancel_futures=True)
+            self._usage.close()
+            os.close(self._lock)
+            self._lock = -1  # closed
+
+    def _errors(self, verb: str) -> AbstractContextManager[None]:
+        return store_errors(self.path, verb)
+
+
+def _take_pool(memory_bytes: int, eviction: str, pinned: bool) -> Pool:
+    try:
+        return Pool(memory_bytes, eviction, pinned=pinned)
+    except (MemoryError, RuntimeError) as error:
+        raise StoreError(
+            f"no {memory_bytes / (1 << 30):g} GiB of memory for KV: {error}. Lower store.memory_gib"
+        ) from error

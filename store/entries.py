@@ -1,0 +1,284 @@
+"""Entries as files: one for each, written whole before it gets its name, and gone once it is unlinked.
+
+An entry file is a head (magic, format, key, length of each layer's record, a checksum), then the records, head and
+records at multiples of ALIGNMENT. Its name is its key's, in one of 256 subfolders; it doesn't change once it has its
+name. What a reader has opened it can read to the end, whatever becomes of the name.
+"""
+
+import errno
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import xxhash
+
+from ragkv.files import sync_folder
+from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey, CorruptRecordError
+
+ALIGNMENT = 4096
+_MAGIC = b"RKVE"
+_HEAD = struct.Struct(f"<4sH{PREFIX_BYTES}sH")  # magic, format, key, number of layers; then each length, uint32
+_CHECKSUM = struct.Struct("<Q")
+_SUFFIX = ".kv"
+_NEW = "new"  # the subfolder of files that have no name yet
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def entry_bytes(lengths: Sequence[int]) -> int:
+    """Return what an entry with records of these lengths takes on disk."""
+    return padded(head_bytes(len(lengths))) + sum(map(padded, lengths))
+
+
+def head_bytes(num_layers: int) -> int:
+    return _HEAD.size + 4 * num_layers + _CHECKSUM.size
+
+
+def make_head(key: ChunkKey, lengths: Sequence[int]) -> bytes:
+    """Return the head of an entry whose records have these lengths."""
+    head = _HEAD.pack(_MAGIC, FORMAT_VERSION, key.prefix(), len(lengths)) + struct.pack(f"<{len(lengths)}I", *lengths)
+    return head + _checksum(head)
+
+
+def read_head(head: bytes, key: ChunkKey) -> tuple[int, ...]:
+    """Return the lengths in a head; more bytes may follow it. Raises CorruptRecordError unless it is the key's."""
+    magic, version, prefix, num_layers = _HEAD.unpack_from(head.ljust(_HEAD.size, b"\0"))
+    if (magic, version, prefix) != (_MAGIC, FORMAT_VERSION, key.prefix()):
+        raise CorruptRecordError("its head is not that of this entry")
+    head = head[: head_bytes(num_layers)]
+    if _checksum(head[: -_CHECKSUM.size]) != head[-_CHECKSUM.size :]:
+        raise CorruptRecordError("its head is damaged")
+    return struct.unpack_from(f"<{num_layers}I", head, _HEAD.size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an entry's records are in its file, and which version of the entry it is.
+
+    lengths: of each layer's record, in bytes. version: differs for each file that ever had the entry's name.
+    """
+
+    lengths: tuple[int, ...]
+    version: tuple[int, int]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Return where each record begins, counted from the first, and where the last one ends, with padding."""
+        return (0, *accumulate(map(padded, self.lengths)))
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all records, with padding."""
+        return self.starts[-1]
+
+
+class EntryFile:
+    """An open entry. Raises OSError as the system does; what it can't read of the disk is missing."""
+
+    def __init__(self, descriptor: int, key: ChunkKey) -> None:
+        """Read the head. Takes the descriptor, also where it raises CorruptRecordError for a head that isn't whole."""
+        self._descriptor = descriptor
+        try:
+            status = os.fstat(descriptor)
+            lengths = read_head(_pread(descriptor, ALIGNMENT, 0), key)
+            self._first = padded(head_bytes(len(lengths)))
+            self.layout = Layout(lengths, (status.st_ino, status.st_ctime_ns))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def offset(self, layer: int) -> int:
+        """Return where a layer's record begins in the file."""
+        return self._first + self.layout.starts[layer]
+
+    def read(self, layer: int) -> bytes:
+        """Return a layer's record; less of it where the file is cut off, nothing where the disk can't read it."""
+        return _pread(self._descriptor, self.layout.lengths[layer], self.offset(layer))
+
+    def read_into(self, layer: int, memory: memoryview) -> None:
+        """Fill `memory` with a layer's record. Raises CorruptRecordError where the file is cut off or can't be read.
+
+        Copied and not mapped: what is copied can be cut off or damaged in the file and stays what it is, and a page
+        that can't be read is an error here and no signal that kills the process.
+        """
+        if _fill(self._descriptor, memory, self.offset(layer)) < len(memory):
+            raise CorruptRecordError("the file ends before the record, or can't be read")
+
+    def prefetch(self, layer: int | None = None) -> None:
+        """Have the system start to read a layer, or all of the file, into its page cache."""
+        offset, length = (0, 0) if layer is None else (self.offset(layer), self.layout.lengths[layer])
+        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
+    def drop_cached(self) -> None:
+        """Drop the file from the page cache, so that the next read is from the disk."""
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def is_cached(self) -> bool:
+        """Return whether the file seems to be in the page cache: by a page at the start, middle and end of its records.
+
+        True where the file system can't tell.
+        """
+        try:
+            for offset in (0, self.layout.size_bytes // 2, self.layout.size_bytes - ALIGNMENT):
+                os.preadv(self._descriptor, [bytearray(1)], self._first + offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class EntryFolder:
+    """The entry files of a store. Any number of processes may use them; one at a time may write."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / _NEW).mkdir(parents=True, exist_ok=True)
+
+    def path(self, key: ChunkKey) -> Path:
+        name = key.prefix().hex()
+        return self._folder / name[:2] / f"{name}{_SUFFIX}"
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.path(key).exists()
+
+    def open(self, key: ChunkKey) -> EntryFile | None:
+        """Open an entry, None if it isn't stored. Raises CorruptRecordError if its head isn't whole."""
+        try:
+            descriptor = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        return EntryFile(descriptor, key)
+
+    def version(self, key: ChunkKey) -> tuple[int, int] | None:
+        """Return the version of the entry that is stored now (`Layout.version`), None if none is."""
+        try:
+            status = self.path(key).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_ctime_ns
+
+    @property
+    def last_change(self) -> int:
+        """Return a number that differs once an entry has been replaced or deleted, by any process."""
+        return self._folder.stat().st_mtime_ns
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        """Yield the keys of all entries, in order."""
+        for subfolder in sorted(self._subfolders()):
+            yield from sorted(_keys_in(subfolder), key=ChunkKey.prefix)
+
+    def keys_of(self, chunk_hash: str) -> list[ChunkKey]:
+        """Return the keys of the entries of one chunk."""
+        return [key for key in _keys_in(self._folder / chunk_hash[:2]) if key.chunk_hash == chunk_hash]
+
+    def strangers(self) -> list[Path]:
+        """Return files that are no entry, such as those that a killed process hasn't finished."""
+        names = [file for folder in (*self._subfolders(), self._folder / _NEW) for file in folder.iterdir()]
+        return [file for file in names if _key_of(file.name) is None or file.parent.name == _NEW]
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes haven't finished. No other process may be writing."""
+        for file in (self._folder / _NEW).iterdir():
+            file.unlink()
+
+    def write(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> Path:
+        """Write an entry and sync it. Returns its file, which `publish` gives its name, or the caller removes."""
+        file = self._folder / _NEW / f"{self.path(key).name}.{secrets.token_hex(4)}"
+        parts = (make_head(key, [*map(len, records)]), *records)
+        offsets = [0, *accumulate(padded(len(part)) for part in parts)]
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, offsets[-1])
+            for part, offset in zip(parts, offsets, strict=False):
+                _write_all(descriptor, part, offset)
+            os.fdatasync(descriptor)
+        except BaseException:
+            file.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        return file
+
+    def publish(self, files: Mapping[ChunkKey, Path]) -> None:
+        """Give written files their names, in place of what had them. They are on disk when it returns."""
+        for key, file in files.items():
+            path = self.path(key)
+            path.parent.mkdir(exist_ok=True)
+            file.replace(path)
+        self._sync({self.path(key).parent for key in files})
+
+    def delete(self, keys: Iterable[ChunkKey]) -> None:
+        """Unlink entries, stored or not. Whoever has them open may read them to the end."""
+        changed = set()
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self.path(key).unlink()
+                changed.add(self.path(key).parent)
+        if changed:
+            self._sync(changed)
+
+    def size_on_disk(self) -> int:
+        return sum(file.stat().st_blocks * 512 for folder in self._subfolders() for file in folder.iterdir())
+
+    def _sync(self, subfolders: Iterable[Path]) -> None:
+        for subfolder in subfolders:
+            sync_folder(subfolder)
+        os.utime(self._folder)
+        sync_folder(self._folder)
+
+    def _subfolders(self) -> list[Path]:
+        return [path for path in self._folder.iterdir() if path.name != _NEW]
+
+
+def _keys_in(subfolder: Path) -> list[ChunkKey]:
+    try:
+        return [key for file in subfolder.iterdir() if (key := _key_of(file.name)) is not None]
+    except FileNotFoundError:
+        return []
+
+
+def _key_of(name: str) -> ChunkKey | None:
+    try:
+        prefix = bytes.fromhex(name.removesuffix(_SUFFIX))
+    except ValueError:
+        return None
+    return ChunkKey.parse(prefix) if name.endswith(_SUFFIX) and len(prefix) == PREFIX_BYTES else None
+
+
+def _checksum(head: bytes) -> bytes:
+    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def _pread(descriptor: int, length: int, offset: int) -> bytes:
+    memory = bytearray(min(length, max(0, os.fstat(descriptor).st_size - offset)))  # or there may be no such memory
+    return bytes(memory[: _fill(descriptor, memoryview(memory), offset)])
+
+
+def _fill(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Read up to the end of the file, or to what the disk can't read. Returns the number of bytes."""
+    done = 0
+    try:
+        while done < len(memory) and (num_read := os.preadv(descriptor, [memory[done:]], offset + done)):
+            done += num_read
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    return done
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    done, rest = 0, memoryview(data)
+    while done < len(data):
+        done += os.pwrite(descriptor, rest[done:], offset + done)
