@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ragkv.errors import StoreError
@@ -20,7 +20,7 @@ from ragkv.store.eviction import Hint
 from ragkv.store.memory import Staging
 from ragkv.store.opening import open_folder, store_errors
 from ragkv.store.pool import Pool
-from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, check, encode, record_bytes, tokens_in
+from ragkv.store.record import ChunkKey, LayerKV, check, encode, record_bytes, tokens_in
 from ragkv.store.snapshot import DiskSnapshot
 
 logger = logging.getLogger(__name__)
@@ -126,14 +126,7 @@ class DiskStore:
 
     def in_page_cache(self, key: ChunkKey) -> bool:
         """Return whether the entry can be read without waiting for a disk; also True if it isn't stored."""
-        try:
-            file = self.entries.open(key)
-        except CorruptRecordError:
-            return True
-        if file is None:
-            return True
-        with closing(file):
-            return file.is_cached()
+        return self.entries.is_cached(key)
 
     def keys(self, *, evicted: bool = False) -> list[ChunkKey]:
         """Return the keys of all entries; with `evicted` also of evicted ones, whose uses are still remembered."""
@@ -160,12 +153,7 @@ class DiskStore:
         with self._errors("read"):
             for key in keys:
                 if not self.in_memory(key) and not self.in_page_cache(key):
-                    self._prefetcher.submit(self._prefetch, key)
-
-    def _prefetch(self, key: ChunkKey) -> None:
-        if (file := self.entries.open(key)) is not None:
-            with closing(file):
-                file.prefetch()
+                    self._prefetcher.submit(self.entries.prefetch, key)
 
     @contextmanager
     def snapshot(self) -> Iterator[DiskSnapshot]:

@@ -112,28 +112,9 @@ class EntryFile:
         if _fill(self._descriptor, memory, self.offset(layer)) < len(memory):
             raise CorruptRecordError("the file ends before the record, or can't be read")
 
-    def prefetch(self, layer: int | None = None) -> None:
-        """Have the system start to read a layer, or all of the file, into its page cache."""
-        offset, length = (0, 0) if layer is None else (self.offset(layer), self.layout.lengths[layer])
-        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
-
-    def drop_cached(self) -> None:
-        """Drop the file from the page cache, so that the next read is from the disk."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def is_cached(self) -> bool:
-        """Return whether the file seems to be in the page cache: by a page at the start, middle and end of its records.
-
-        True where the file system can't tell.
-        """
-        try:
-            for offset in (0, self.layout.size_bytes // 2, self.layout.size_bytes - ALIGNMENT):
-                os.preadv(self._descriptor, [bytearray(1)], self._first + offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
+    def prefetch(self, layer: int) -> None:
+        """Have the system start to read a layer into its page cache."""
+        os.posix_fadvise(self._descriptor, self.offset(layer), self.layout.lengths[layer], os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -155,11 +136,46 @@ class EntryFolder:
 
     def open(self, key: ChunkKey) -> EntryFile | None:
         """Open an entry, None if it isn't stored. Raises CorruptRecordError if its head isn't whole."""
+        descriptor = self._open(key)
+        return None if descriptor is None else EntryFile(descriptor, key)
+
+    def is_cached(self, key: ChunkKey) -> bool:
+        """Return whether an entry seems to be in the page cache: by a page at its start, middle and end.
+
+        True also where it isn't stored, or the file system can't tell. Doesn't wait for the disk.
+        """
+        if (descriptor := self._open(key)) is None:
+            return True
         try:
-            descriptor = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(descriptor).st_size
+            for offset in (0, size // 2, max(0, size - 1)):
+                os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return True
+
+    def prefetch(self, key: ChunkKey) -> None:
+        """Have the system start to read an entry, if it is stored, into its page cache."""
+        self._advise(key, os.POSIX_FADV_WILLNEED)
+
+    def drop_cached(self, key: ChunkKey) -> None:
+        """Drop an entry from the page cache, so that the next read is from the disk."""
+        self._advise(key, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, key: ChunkKey, advice: int) -> None:
+        if (descriptor := self._open(key)) is not None:
+            os.posix_fadvise(descriptor, 0, os.fstat(descriptor).st_size, advice)
+            os.close(descriptor)
+
+    def _open(self, key: ChunkKey) -> int | None:
+        try:
+            return os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        return EntryFile(descriptor, key)
 
     def version(self, key: ChunkKey) -> tuple[int, int] | None:
         """Return the version of the entry that is stored now (`Layout.version`), None if none is."""
