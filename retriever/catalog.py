@@ -3,7 +3,6 @@
 import json
 import sqlite3
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ BUSY_TIMEOUT_S = 60
 # Entry i brings a file from version i to i + 1 (PRAGMA user_version). Never edit an entry that was released: append.
 MIGRATIONS = (
     (
-        "CREATE TABLE catalog (identity TEXT NOT NULL, revision INTEGER NOT NULL)",
+        "CREATE TABLE catalog (revision INTEGER NOT NULL)",
         "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
         "CREATE TABLE documents (id TEXT PRIMARY KEY, title TEXT NOT NULL, digest TEXT NOT NULL)",
         """CREATE TABLE chunks (
@@ -253,10 +252,9 @@ class Catalog:
                 for statement in statements:
                     db.execute(statement)
             if version == 0:
-                db.execute("INSERT INTO catalog (identity, revision) VALUES (?, 0)", (uuid.uuid4().hex,))
+                db.execute("INSERT INTO catalog (revision) VALUES (0)")
                 db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-        self.identity = str(self._rows("SELECT identity FROM catalog")[0][0])
 
     def _check(self) -> int:
         """Return the file's version, 0 for a new one. Raises StoreError for files that aren't ours to change."""

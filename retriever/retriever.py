@@ -100,7 +100,7 @@ class Retriever:
 
     def _nearest(self, vector: Vector, count: int) -> list[Hit]:
         def search(num_asked: int) -> list[tuple[int, float]]:
-            self._index.sync(self._catalog)
+            self._index.sync()
             return self._index.search(vector, num_asked)
 
         return self._distinct(search, count)
@@ -109,7 +109,7 @@ class Retriever:
         self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
     ) -> list[Hit]:
         def search(num_asked: int) -> list[tuple[int, float]]:
-            keywords.sync(self._catalog)
+            keywords.sync()
             return keywords.search(asked, num_asked)
 
         found = self._distinct(search, count)

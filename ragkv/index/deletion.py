@@ -17,7 +17,6 @@ from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
 from ragkv.retriever.hashing import NEAREST, mean_hash
-from ragkv.retriever.index import VectorIndex
 from ragkv.store.record import ChunkKey
 from ragkv.store.segment_store import SegmentStore
 
@@ -54,11 +53,11 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
     if not home.catalog_of(tenant).exists():
         raise StoreError(f"nothing is indexed in {home.folder(tenant)}; `ragkv index PATH` indexes documents")
     with home.indexing(), home.open_catalog(tenant) as catalog, closing(home.open_store()) as store:
-        return delete_for_good(catalog, VectorIndex(home.index_of(tenant)), store, _find(home, catalog, names))
+        return delete_for_good(catalog, store, _find(home, catalog, names))
 
 
 def delete_for_good(
-    catalog: Catalog, index: VectorIndex, store: SegmentStore, ids: Collection[str], kept: Collection[str] = ()
+    catalog: Catalog, store: SegmentStore, ids: Collection[str], kept: Collection[str] = ()
 ) -> Deletion:
     """Delete documents with their vectors, and the KV of chunks that only they have.
 
@@ -70,8 +69,6 @@ def delete_for_good(
     size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)
     if unused:
         store.delete(unused)
-    index.sync(catalog)
-    index.save()
     catalog.empty_log()
     return Deletion(deleted, len(unused), len(hashes) - len(unused), size_bytes)
 

@@ -69,10 +69,8 @@ class Indexer:
         """
         with self._workspace.home.indexing():
             async with self._workspace.precomputing if self._in_work & set(ids) else nullcontext():
-                corpus, store = self._corpus, self._workspace.store
-                return await asyncio.to_thread(
-                    delete_for_good, corpus.catalog, corpus.index, store, ids, kept=set(self._precomputed)
-                )
+                catalog, store = self._corpus.catalog, self._workspace.store
+                return await asyncio.to_thread(delete_for_good, catalog, store, ids, kept=set(self._precomputed))
 
     async def precompute(
         self,
@@ -97,7 +95,7 @@ class Indexer:
                     self._in_work, self._precomputed = set(), set()
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
-        """Remove the missing documents and the KV that nothing uses, apply the hint, and save the vectors."""
+        """Remove the missing documents and the KV that nothing uses, and apply the hint."""
         report = scan.report
 
         def finish() -> None:
@@ -109,8 +107,6 @@ class Indexer:
             report.chunks_deleted += self._collect_garbage()
             if hint is not None:
                 self._workspace.store.hint(self._hashes_of(scan.documents), hint)
-            self._corpus.index.sync(self._corpus.catalog)
-            self._corpus.index.save(few=False)
 
         async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
@@ -208,7 +204,7 @@ class Indexer:
             title_of = dict(zip(hashes, titles, strict=True))
             tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
             kv = self._workspace.chunk_kv(engine)
-            others = self._others(kv, tokens, hashes, vectors)
+            others = await asyncio.to_thread(self._others, kv, tokens, hashes, vectors)
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
                 prefill.advance_to(prefill.done + num_contexts, title_of[chunk_hash])
@@ -232,7 +228,7 @@ class Indexer:
         if kv.num_contexts == 1:
             return {}
         catalog = self._corpus.catalog
-        self._corpus.index.sync(catalog)
+        self._corpus.index.sync()
         nearest_of = nearest(chunk_hashes, vectors, catalog, self._corpus.index, kv.num_contexts - 1)
         lengths = catalog.num_tokens({other for others in nearest_of.values() for other in others})
         lengths |= {chunk_hash: len(tokens) for chunk_hash, tokens in chunks.items()}
@@ -292,5 +288,6 @@ class Indexer:
         engine = await self._workspace.start()
         kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
         _, vectors = self._corpus.catalog.vectors([chunk.id])
-        await kv.precompute(engine, self._workspace.store, chunks, self._others(kv, chunks, [chunk_hash], vectors))
+        others = await asyncio.to_thread(self._others, kv, chunks, [chunk_hash], vectors)
+        await kv.precompute(engine, self._workspace.store, chunks, others)
         return not self.forget([chunk_hash])  # the document may have been deleted meanwhile
