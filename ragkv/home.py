@@ -39,7 +39,6 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.kv = self.path / "kv"
-        self.catalog = self.catalog_of(MAIN)
         self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
 
     def folder(self, tenant: str) -> Path:

@@ -63,7 +63,6 @@ class DocumentInfo:
     title: str
     num_chunks: int
     num_tokens: int
-    digest: str
 
 
 class Catalog:
@@ -185,8 +184,7 @@ class Catalog:
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
         """Return titles by id, of those of these documents that the catalogue has."""
-        rows = self._rows_in("SELECT id, title FROM documents WHERE id", ids)
-        return {str(id): str(title) for id, title in rows}
+        return dict(self._rows_in("SELECT id, title FROM documents WHERE id", ids))
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
         """Return the chunks in the order of `ids`, without deleted ones."""
@@ -205,14 +203,16 @@ class Catalog:
 
     def num_tokens(self, hashes: Iterable[str]) -> dict[str, int]:
         """Return the lengths in tokens, by hash, of those of these chunks that the catalogue has."""
-        rows = self._rows_in("SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash", set(hashes))
-        return {str(hash): int(length) for hash, length in rows}
+        return dict(self._rows_in("SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash", hashes))
 
     def chunk_ids(self) -> set[int]:
         return {row[0] for row in self._rows("SELECT id FROM chunks")}
 
     def chunk_hashes(self) -> set[str]:
         return {row[0] for row in self._rows("SELECT DISTINCT hash FROM chunks")}
+
+    def chunk_hashes_of(self, document_ids: Iterable[str]) -> set[str]:
+        return {row[0] for row in self._rows_in("SELECT hash FROM chunks WHERE document_id", document_ids)}
 
     def unreferenced(self, hashes: Iterable[str]) -> set[str]:
         """Return those of `hashes` that no chunk of any document has."""
@@ -273,7 +273,7 @@ class Catalog:
 
     def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
         rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0), d.digest "
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
             f"FROM (SELECT * FROM documents {which}) d "
             "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
             *parameters,

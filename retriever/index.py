@@ -17,7 +17,7 @@ BATCH = 4096  # vectors read from the catalogue at a time
 
 
 class VectorIndex:
-    """Exact search by inner product over a catalogue's vectors, as of the last `sync`. Usable from many threads."""
+    """Exact search by inner product over a catalogue's vectors as they are now. Usable from many threads."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -52,9 +52,10 @@ class VectorIndex:
     def search(self, vector: npt.NDArray[np.float32], top_k: int) -> list[tuple[int, float]]:
         """Return up to `top_k` pairs (chunk id, inner product) for `vector` `[dim]`, best first.
 
-        Raises StoreError if the vector's dimension isn't the index's.
+        Raises StoreError if the vector's dimension isn't the index's, or the catalogue fails.
         """
         with self._lock:
+            self.sync()
             if not (top_k := min(top_k, len(self))):
                 return []
             if vector.shape != (self._index.d,):

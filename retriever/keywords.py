@@ -55,7 +55,7 @@ class _Built:
 
 
 class KeywordIndex:
-    """BM25 over a catalogue's chunks, as of the last `sync`. Usable from many threads.
+    """BM25 over a catalogue's chunks as they are now. Usable from many threads.
 
     After a change of the catalogue, `sync` splits new texts into words and makes the scores of all chunks anew: bm25s
     can't add to them (docs/decisions/0014 has the times).
@@ -101,8 +101,10 @@ class KeywordIndex:
     def search(self, questions: Sequence[tuple[str, float]], top_k: int) -> list[tuple[int, float]]:
         """Return up to `top_k` pairs (chunk id, score), best first, of the chunks that share a word with a question.
 
-        questions: with weights; a chunk's score is the weighted sum of its BM25 scores.
+        questions: with weights; a chunk's score is the weighted sum of its BM25 scores. Raises StoreError if the
+        catalogue fails.
         """
+        self.sync()
         built = self._built
         if built is None or not built.ids:
             return []

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -74,16 +74,16 @@ class Retriever:
     def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
         """Return up to `top_k` chunks, best first; a text that several documents share comes once.
 
-        earlier: the conversation's questions before this one, oldest first; the reranker doesn't see them. Brings the
-        indexes up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue
-        fails, ModelError if the reranker gives no numbers.
+        earlier: the conversation's questions before this one, oldest first; the reranker doesn't see them. Raises
+        ConfigError if `top_k` is below 1, StoreError if the catalogue fails, ModelError if the reranker gives no
+        numbers.
         """
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
         asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
         vector = self._direction(asked)
         depth = top_k if self._keywords is None and self._reranker is None else max(top_k, self._candidates)
-        hits = self._nearest(vector, depth)
+        hits = self._distinct(partial(self._index.search, vector), depth)
         if self._keywords is not None:
             hits = _fused([hits, self._with_words(self._keywords, asked, vector, depth)])[:depth]
         if self._reranker is not None:
@@ -92,27 +92,14 @@ class Retriever:
 
     def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
         """Return the unit vector of the questions' weighted mean."""
-        if len(asked) == 1:
-            return self._vector(asked[0][0])
         mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
         unit: Vector = mean / np.linalg.norm(mean)
         return unit
 
-    def _nearest(self, vector: Vector, count: int) -> list[Hit]:
-        def search(num_asked: int) -> list[tuple[int, float]]:
-            self._index.sync()
-            return self._index.search(vector, num_asked)
-
-        return self._distinct(search, count)
-
     def _with_words(
         self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
     ) -> list[Hit]:
-        def search(num_asked: int) -> list[tuple[int, float]]:
-            keywords.sync()
-            return keywords.search(asked, num_asked)
-
-        found = self._distinct(search, count)
+        found = self._distinct(partial(keywords.search, asked), count)
         ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
         cosines = dict(zip(ids, (vectors @ vector).tolist(), strict=True)) if ids else {}
         return [replace(hit, score=cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]

@@ -63,7 +63,7 @@ def delete_for_good(
 
     kept: hashes of chunks whose KV stays, because documents with them are just being indexed.
     """
-    hashes = {chunk.chunk_hash for id in ids for chunk in catalog.document_chunks(id)}
+    hashes = catalog.chunk_hashes_of(ids)
     deleted = [id for id in ids if catalog.delete_document(id)]
     unused = catalog.unreferenced(hashes) - set(kept)
     size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)

@@ -38,7 +38,7 @@ def test_document_comes_back_as_it_was(catalog: Catalog, put: Put, embedder) -> 
     assert catalog.document_digest("a") is None
     put(catalog, "a", "one fox", "two dogs", digest="d1")
     assert catalog.document_digest("a") == "d1"
-    assert catalog.documents() == [DocumentInfo("a", "A", 2, 19, "d1")]
+    assert catalog.documents() == [DocumentInfo("a", "A", 2, 19)]
     first, second = all_chunks(catalog)
     assert (first.document_id, first.ordinal, first.text) == ("a", 0, "one fox\n\n")
     assert first.token_ids == tuple(b"one fox\n\n") and first.chunk_hash == chunk_hash(first.token_ids)
@@ -98,7 +98,7 @@ def test_documents_of_a_name(catalog: Catalog, put: Put) -> None:
 
 def test_document_without_chunks(catalog: Catalog) -> None:
     catalog.put_document("a", "A", "d", [], np.empty((0, 0), np.float32))
-    assert catalog.documents() == [DocumentInfo("a", "A", 0, 0, "d")]
+    assert catalog.documents() == [DocumentInfo("a", "A", 0, 0)]
 
 
 def test_failed_put_changes_nothing(catalog: Catalog, put: Put, chunk: Callable[[str], ChunkText]) -> None:
