@@ -18,7 +18,6 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.reranker import Reranker
 from ragkv.retriever.retriever import Retriever
-from ragkv.store.segment_store import SegmentStore
 
 if TYPE_CHECKING:
     from ragkv.retriever.keywords import KeywordIndex
@@ -65,7 +64,7 @@ class Workspace:
         self._reranker: Reranker | None = None
         if config.retrieval.reranker is not None:
             self._reranker = Reranker(models.resolve(config.retrieval.reranker, self.home.path))
-        self.store: SegmentStore = self.home.open_store()
+        self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
         self.idle, self.precomputing = Idle(), asyncio.Lock()

@@ -188,7 +188,7 @@ class Catalog:
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
         """Return the chunks in the order of `ids`, without deleted ones."""
-        ids = [int(id) for id in ids]
+        ids = list(ids)
         row_of = {row[0]: row for row in self._rows_in(f"{_CHUNK} WHERE id", ids)}
         return [_chunk(row_of[id]) for id in ids if id in row_of]
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -108,18 +109,13 @@ class Retriever:
         """Return up to `count` chunks of different texts, from a search that is asked for more until it has them."""
         num_asked = count
         while True:
-            found = search(num_asked)
-            hits = self._hits(found)
-            if len(hits) >= count or len(found) < num_asked:
-                return hits[:count]
+            scores = dict(search(num_asked))
+            hits: dict[str, Hit] = {}
+            for chunk in self._catalog.chunks(scores):
+                hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
+            if len(hits) >= count or len(scores) < num_asked:
+                return list(hits.values())[:count]
             num_asked *= 2  # some were of one text, or deleted since
-
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
-        scores = dict(found)
-        hits: dict[str, Hit] = {}
-        for chunk in self._catalog.chunks(list(scores)):
-            hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
-        return list(hits.values())
 
     def _reranked(self, reranker: PairScorer, question: str, hits: Sequence[Hit]) -> list[Hit]:
         if not hits:
@@ -144,11 +140,9 @@ def merged(found: Sequence[Sequence[Hit]], top_k: int, *, by_rank: bool) -> list
 
     by_rank: rank by the hits' order, which says more than their scores where they were reranked or fused.
     """
-    if len(found) == 1:
-        return list(found[0][:top_k])
-    ranked = sorted(((rank, hit) for hits in found for rank, hit in enumerate(hits)), key=lambda item: item[0])
     hits: dict[tuple[int, ...], Hit] = {}
-    for _, hit in ranked:
-        hits.setdefault(hit.chunk.token_ids, hit)
+    for of_one_rank in zip_longest(*found):
+        for hit in filter(None, of_one_rank):
+            hits.setdefault(hit.chunk.token_ids, hit)
     best = list(hits.values()) if by_rank else sorted(hits.values(), key=lambda hit: -hit.score)
     return best[:top_k]

@@ -102,8 +102,11 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
     Opening the store frees, in any case, what killed processes had deleted and not freed. Raises StoreError for a home
     that nothing was indexed in: there all KV would be garbage, also what was just imported.
     """
-    if not home.tenants():
-        raise _never_indexed(home)
+    if home.fingerprint() is None:
+        raise StoreError(
+            f"nothing was indexed in {home.path} yet, so all of its KV would go; `ragkv index PATH` first, or delete "
+            f"{home.kv}"
+        )
     with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
         garbage = _garbage(home, catalog, store)
         if not dry_run:
@@ -119,8 +122,6 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
 def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dict[ChunkKey, int]]:
     """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
-    if fingerprint is None:
-        raise _never_indexed(home)
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
     contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
@@ -140,10 +141,3 @@ def _garbage(home: Home, catalog: Catalog, store: SegmentStore) -> dict[str, dic
         if why := reason(key):
             garbage[why][key] = size
     return garbage
-
-
-def _never_indexed(home: Home) -> StoreError:
-    return StoreError(
-        f"nothing was indexed in {home.path} yet, so all of its KV would go; `ragkv index PATH` first, or delete "
-        f"{home.kv}"
-    )
