@@ -39,7 +39,6 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.kv = self.path / "kv"
-        self.catalog, self.index = self.catalog_of(MAIN), self.index_of(MAIN)
         self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
 
     def folder(self, tenant: str) -> Path:
@@ -53,9 +52,6 @@ class Home:
 
     def catalog_of(self, tenant: str) -> Path:
         return self.folder(tenant) / "catalog.sqlite"
-
-    def index_of(self, tenant: str) -> Path:
-        return self.folder(tenant) / "index.faiss"
 
     def tenants(self) -> list[str]:
         """Return the names of the tenants that have, or had, documents."""
@@ -72,7 +68,12 @@ class Home:
 
     def open_catalog(self, tenant: str = MAIN) -> Catalog:
         self.make()
-        return Catalog(self.catalog_of(tenant), scope="" if tenant == MAIN else tenant)
+        catalog = Catalog(self.catalog_of(tenant), scope="" if tenant == MAIN else tenant)
+        for file in self.folder(tenant).glob(
+            "index.faiss*"
+        ):  # of an earlier release: it has deleted documents' vectors
+            file.unlink(missing_ok=True)
+        return catalog
 
     def open_store(self, **options: Any) -> DiskStore:
         return DiskStore(self.kv, **options)

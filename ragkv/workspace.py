@@ -10,7 +10,6 @@ from ragkv.background.idle import Idle
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
-from ragkv.errors import StoreError
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
@@ -19,7 +18,6 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.reranker import Reranker
 from ragkv.retriever.retriever import Retriever
-from ragkv.store.disk_store import DiskStore
 
 if TYPE_CHECKING:
     from ragkv.retriever.keywords import KeywordIndex
@@ -34,12 +32,12 @@ class Corpus:
     def __init__(self, home: Home, tenant: str, config: RetrievalConfig) -> None:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
-        self.index = VectorIndex(home.index_of(tenant))
+        self.index = VectorIndex(self.catalog)
         self.keywords: KeywordIndex | None = None
         if config.mode == "hybrid":
             from ragkv.retriever import keywords  # its library takes a second to import
 
-            self.keywords = keywords.KeywordIndex()
+            self.keywords = keywords.KeywordIndex(self.catalog)
 
 
 class Workspace:
@@ -66,7 +64,7 @@ class Workspace:
         self._reranker: Reranker | None = None
         if config.retrieval.reranker is not None:
             self._reranker = Reranker(models.resolve(config.retrieval.reranker, self.home.path))
-        self.store: DiskStore = self.home.open_store()
+        self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
         self.idle, self.precomputing = Idle(), asyncio.Lock()
@@ -105,11 +103,6 @@ class Workspace:
             await self.engine.close()
         self.store.close()
         for corpus in self._corpora.values():
-            try:
-                corpus.index.sync(corpus.catalog)
-                corpus.index.save()
-            except StoreError as error:  # the next process adds what is missing there
-                logger.warning("%s", error)
             corpus.catalog.close()
 
     @property

@@ -1,5 +1,5 @@
 """From documents to the chunks that answer a question: load, chunk, embed, catalogue, search.
 
-Knows nothing of KV, of the store, of vLLM, or of settings files. SQLite (`catalog`) is the only truth; the vector
-index is a copy that `VectorIndex.sync` repairs. Import from the modules: nothing heavy is loaded here.
+Knows nothing of KV, of the store, of vLLM, or of settings files. SQLite (`catalog`) is the only truth; the
+indexes are copies in memory that `sync` brings up to date. Import from the modules: nothing heavy is loaded here.
 """

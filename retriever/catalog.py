@@ -3,7 +3,6 @@
 import json
 import sqlite3
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ BUSY_TIMEOUT_S = 60
 # Entry i brings a file from version i to i + 1 (PRAGMA user_version). Never edit an entry that was released: append.
 MIGRATIONS = (
     (
-        "CREATE TABLE catalog (identity TEXT NOT NULL, revision INTEGER NOT NULL)",
+        "CREATE TABLE catalog (revision INTEGER NOT NULL)",
         "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
         "CREATE TABLE documents (id TEXT PRIMARY KEY, title TEXT NOT NULL, digest TEXT NOT NULL)",
         """CREATE TABLE chunks (
@@ -64,7 +63,6 @@ class DocumentInfo:
     title: str
     num_chunks: int
     num_tokens: int
-    digest: str
 
 
 class Catalog:
@@ -186,12 +184,11 @@ class Catalog:
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
         """Return titles by id, of those of these documents that the catalogue has."""
-        rows = self._rows_in("SELECT id, title FROM documents WHERE id", ids)
-        return {str(id): str(title) for id, title in rows}
+        return dict(self._rows_in("SELECT id, title FROM documents WHERE id", ids))
 
     def chunks(self, ids: Iterable[int]) -> list[Chunk]:
         """Return the chunks in the order of `ids`, without deleted ones."""
-        ids = [int(id) for id in ids]
+        ids = list(ids)
         row_of = {row[0]: row for row in self._rows_in(f"{_CHUNK} WHERE id", ids)}
         return [_chunk(row_of[id]) for id in ids if id in row_of]
 
@@ -206,14 +203,16 @@ class Catalog:
 
     def num_tokens(self, hashes: Iterable[str]) -> dict[str, int]:
         """Return the lengths in tokens, by hash, of those of these chunks that the catalogue has."""
-        rows = self._rows_in("SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash", set(hashes))
-        return {str(hash): int(length) for hash, length in rows}
+        return dict(self._rows_in("SELECT hash, length(token_ids) / 4 FROM chunks WHERE hash", hashes))
 
     def chunk_ids(self) -> set[int]:
         return {row[0] for row in self._rows("SELECT id FROM chunks")}
 
     def chunk_hashes(self) -> set[str]:
         return {row[0] for row in self._rows("SELECT DISTINCT hash FROM chunks")}
+
+    def chunk_hashes_of(self, document_ids: Iterable[str]) -> set[str]:
+        return {row[0] for row in self._rows_in("SELECT hash FROM chunks WHERE document_id", document_ids)}
 
     def unreferenced(self, hashes: Iterable[str]) -> set[str]:
         """Return those of `hashes` that no chunk of any document has."""
@@ -253,10 +252,9 @@ class Catalog:
                 for statement in statements:
                     db.execute(statement)
             if version == 0:
-                db.execute("INSERT INTO catalog (identity, revision) VALUES (?, 0)", (uuid.uuid4().hex,))
+                db.execute("INSERT INTO catalog (revision) VALUES (0)")
                 db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-        self.identity = str(self._rows("SELECT identity FROM catalog")[0][0])
 
     def _check(self) -> int:
         """Return the file's version, 0 for a new one. Raises StoreError for files that aren't ours to change."""
@@ -275,7 +273,7 @@ class Catalog:
 
     def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
         rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0), d.digest "
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
             f"FROM (SELECT * FROM documents {which}) d "
             "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
             *parameters,

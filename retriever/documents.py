@@ -13,7 +13,6 @@ from typing import Any
 from ragkv.errors import DocumentError
 from ragkv.retriever import formats
 
-_MARKDOWN = frozenset({".md", ".markdown"})
 _PARSERS = {
     ".txt": formats.parse_text,
     ".md": formats.parse_markdown,
@@ -76,7 +75,7 @@ def load_file(path: str | Path, name: str | None = None) -> Iterator[Document | 
     """
     path = Path(path)
     try:
-        if not _is_utf8(str(path)):
+        if str(path).encode(errors="replace").decode() != str(path):
             raise DocumentError(f"the file name {str(path)!r} isn't UTF-8; rename the file")
         shown, id = (str(path), str(path.resolve())) if name is None else (name, name)
         if Path(shown).suffix.lower() == ".jsonl":
@@ -115,7 +114,7 @@ def _load_whole(path: Path, shown: str, id: str) -> Document:
         raise unsupported(shown)
     try:
         title, text = _PARSERS[suffix](path.read_bytes())
-        return Document(id, _line(title) or Path(shown).name, _clean(text), suffix in _MARKDOWN)
+        return Document(id, _line(title) or Path(shown).name, _clean(text), _PARSERS[suffix] is formats.parse_markdown)
     except DocumentError as error:
         raise DocumentError(f"{shown!r}: {error}") from error
 
@@ -169,14 +168,6 @@ def _unicode(text: str) -> str:
     """Return NFC without the lone surrogates and NULs that JSON and PDF can hold, but UTF-8 and SQLite can't."""
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return unicodedata.normalize("NFC", text.replace("\x00", ""))
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def unsupported(name: str | Path) -> DocumentError:

@@ -1,7 +1,7 @@
 """Text to vectors by sentence-transformers. Knows nothing about chunks or the index."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,19 +22,19 @@ Vectors = npt.NDArray[np.float32]
 class Embedder:
     """An embedding model on `device` ("cpu", "cuda"; the best one by default), usable from many threads.
 
-    `name` is a local folder, read without any network, or a Hugging Face id. Raises ModelError if it can't be loaded.
+    Raises ModelError if the folder's model can't be loaded.
     """
 
-    def __init__(self, name: str | Path, device: str | None = None, batch_size: int = 32) -> None:
-        self._model = _load(str(name), device)
+    def __init__(self, folder: str | Path, device: str | None = None, batch_size: int = 32) -> None:
+        self._model = _load(str(folder), device)
         self._batch_size = batch_size
         # Fast tokenizers refuse to be used by two threads, and torch keeps memory and threads for each that computes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragkv-embed")
         self._window = self._measure_window()
         self.dimension = int(self._encode(["dimension"]).shape[1])
 
-    def embed(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> Vectors:
-        """Return unit vectors `[n, dimension]` of the texts; `progress` gets the number of texts done so far.
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return unit vectors `[n, dimension]` of the texts.
 
         A text longer than the model's window gets the mean of its windows, so that its end can be found too.
         Raises ModelError if the model yields anything but finite numbers.
@@ -47,8 +47,6 @@ class Embedder:
             ends = np.cumsum([len(parts) for parts in windows])
             for row, part in enumerate(np.split(encoded, ends[:-1])):
                 vectors[start + row] = part.mean(axis=0)
-            if progress:
-                progress(start + len(batch))
         return _normalised(vectors)
 
     def embed_question(self, question: str) -> Vectors:
@@ -102,18 +100,12 @@ class Embedder:
 
 
 def _load(name: str, device: str | None) -> "SentenceTransformer":
-    path = Path(name).expanduser()
-    if not path.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelError(f"there is no folder {str(path)!r}; give a sentence-transformers folder or a Hugging Face id")
     try:
         from sentence_transformers import SentenceTransformer
 
-        return SentenceTransformer(str(path) if path.is_dir() else name, device=device)
-    except Exception as error:  # OSError, ValueError, hub, safetensors and torch errors alike
-        raise ModelError(
-            f"can't load the embedder {name!r} ({error}); give a sentence-transformers folder or a reachable "
-            "Hugging Face id"
-        ) from error
+        return SentenceTransformer(name, device=device)
+    except Exception as error:  # OSError, ValueError, safetensors and torch errors alike
+        raise ModelError(f"can't load the embedder {name!r} ({error}); give a sentence-transformers folder") from error
 
 
 def _normalised(vectors: Vectors) -> Vectors:

@@ -55,15 +55,16 @@ class _Built:
 
 
 class KeywordIndex:
-    """BM25 over the catalogue's chunks. Usable from many threads.
+    """BM25 over a catalogue's chunks as they are now. Usable from many threads.
 
     After a change of the catalogue, `sync` splits new texts into words and makes the scores of all chunks anew: bm25s
     can't add to them (docs/decisions/0014 has the times).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._syncing = threading.Lock()
-        self._identity, self._revision = "", -1
+        self._revision = -1
         self._words: dict[int, list[str]] = {}  # by chunk id; equal words are one object
         self._built: _Built | None = None  # replaced as a whole, so that searches need no lock
 
@@ -72,7 +73,7 @@ class KeywordIndex:
         built = self._built
         return len(built.ids) if built else 0
 
-    def sync(self, catalog: Catalog) -> bool:
+    def sync(self) -> bool:
         """Bring the index to exactly the catalogue's chunks. Returns False if nothing had changed: one small query.
 
         While another thread does so, it returns False at once, so that searches use the index as it was; only for the
@@ -81,18 +82,15 @@ class KeywordIndex:
         if not self._syncing.acquire(blocking=self._built is None):
             return False
         try:
-            revision = catalog.data_version
-            if (self._identity, self._revision) == (catalog.identity, revision):
+            revision = self._catalog.data_version
+            if self._revision == revision:
                 return False
-            if self._identity != catalog.identity or self._revision > revision:
-                # another catalogue, or an older copy put back: the same ids may mean other chunks
-                self._words, self._identity, self._revision = {}, catalog.identity, -1
-            present = catalog.chunk_ids()
+            present = self._catalog.chunk_ids()
             for deleted in self._words.keys() - present:
                 del self._words[deleted]
             missing = sorted(present - self._words.keys())
             for start in range(0, len(missing), BATCH):
-                texts = catalog.texts(missing[start : start + BATCH])
+                texts = self._catalog.texts(missing[start : start + BATCH])
                 self._words |= {id: [sys.intern(word) for word in words(text)] for id, text in texts.items()}
             self._built = _build(self._words)
             self._revision = revision
@@ -103,8 +101,10 @@ class KeywordIndex:
     def search(self, questions: Sequence[tuple[str, float]], top_k: int) -> list[tuple[int, float]]:
         """Return up to `top_k` pairs (chunk id, score), best first, of the chunks that share a word with a question.
 
-        questions: with weights; a chunk's score is the weighted sum of its BM25 scores.
+        questions: with weights; a chunk's score is the weighted sum of its BM25 scores. Raises StoreError if the
+        catalogue fails.
         """
+        self.sync()
         built = self._built
         if built is None or not built.ids:
             return []

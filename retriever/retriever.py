@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -74,16 +75,16 @@ class Retriever:
     def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
         """Return up to `top_k` chunks, best first; a text that several documents share comes once.
 
-        earlier: the conversation's questions before this one, oldest first; the reranker doesn't see them. Brings the
-        indexes up to date first. Raises ConfigError if `top_k` is below 1, StoreError if the catalogue
-        fails, ModelError if the reranker gives no numbers.
+        earlier: the conversation's questions before this one, oldest first; the reranker doesn't see them. Raises
+        ConfigError if `top_k` is below 1, StoreError if the catalogue fails, ModelError if the reranker gives no
+        numbers.
         """
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
         asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
         vector = self._direction(asked)
         depth = top_k if self._keywords is None and self._reranker is None else max(top_k, self._candidates)
-        hits = self._nearest(vector, depth)
+        hits = self._distinct(partial(self._index.search, vector), depth)
         if self._keywords is not None:
             hits = _fused([hits, self._with_words(self._keywords, asked, vector, depth)])[:depth]
         if self._reranker is not None:
@@ -92,27 +93,14 @@ class Retriever:
 
     def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
         """Return the unit vector of the questions' weighted mean."""
-        if len(asked) == 1:
-            return self._vector(asked[0][0])
         mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
         unit: Vector = mean / np.linalg.norm(mean)
         return unit
 
-    def _nearest(self, vector: Vector, count: int) -> list[Hit]:
-        def search(num_asked: int) -> list[tuple[int, float]]:
-            self._index.sync(self._catalog)
-            return self._index.search(vector, num_asked)
-
-        return self._distinct(search, count)
-
     def _with_words(
         self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
     ) -> list[Hit]:
-        def search(num_asked: int) -> list[tuple[int, float]]:
-            keywords.sync(self._catalog)
-            return keywords.search(asked, num_asked)
-
-        found = self._distinct(search, count)
+        found = self._distinct(partial(keywords.search, asked), count)
         ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
         cosines = dict(zip(ids, (vectors @ vector).tolist(), strict=True)) if ids else {}
         return [replace(hit, score=cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
@@ -121,18 +109,13 @@ class Retriever:
         """Return up to `count` chunks of different texts, from a search that is asked for more until it has them."""
         num_asked = count
         while True:
-            found = search(num_asked)
-            hits = self._hits(found)
-            if len(hits) >= count or len(found) < num_asked:
-                return hits[:count]
+            scores = dict(search(num_asked))
+            hits: dict[str, Hit] = {}
+            for chunk in self._catalog.chunks(scores):
+                hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
+            if len(hits) >= count or len(scores) < num_asked:
+                return list(hits.values())[:count]
             num_asked *= 2  # some were of one text, or deleted since
-
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
-        scores = dict(found)
-        hits: dict[str, Hit] = {}
-        for chunk in self._catalog.chunks(list(scores)):
-            hits.setdefault(chunk.chunk_hash, Hit(chunk, scores[chunk.id], self._catalog.scope))
-        return list(hits.values())
 
     def _reranked(self, reranker: PairScorer, question: str, hits: Sequence[Hit]) -> list[Hit]:
         if not hits:
@@ -157,11 +140,9 @@ def merged(found: Sequence[Sequence[Hit]], top_k: int, *, by_rank: bool) -> list
 
     by_rank: rank by the hits' order, which says more than their scores where they were reranked or fused.
     """
-    if len(found) == 1:
-        return list(found[0][:top_k])
-    ranked = sorted(((rank, hit) for hits in found for rank, hit in enumerate(hits)), key=lambda item: item[0])
     hits: dict[tuple[int, ...], Hit] = {}
-    for _, hit in ranked:
-        hits.setdefault(hit.chunk.token_ids, hit)
+    for of_one_rank in zip_longest(*found):
+        for hit in filter(None, of_one_rank):
+            hits.setdefault(hit.chunk.token_ids, hit)
     best = list(hits.values()) if by_rank else sorted(hits.values(), key=lambda hit: -hit.score)
     return best[:top_k]

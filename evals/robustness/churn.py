@@ -162,6 +162,6 @@ def _left_behind(config: Config, home: Path, seen: Seen) -> list[str]:
                 continue
             if is_present != (catalog.document_digest(document) is not None):
                 problems.append(f"{name} is {'missing' if is_present else 'present still'}")
-            if missing := {chunk.chunk_hash for chunk in catalog.document_chunks(document)} - stored:
+            if missing := catalog.chunk_hashes_of([document]) - stored:
                 problems.append(f"{name} lacks the KV of {len(missing)} chunks")
         return problems

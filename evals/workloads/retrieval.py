@@ -95,9 +95,9 @@ def compare(
     with tempfile.TemporaryDirectory() as folder, Catalog(Path(folder) / "catalog.sqlite") as catalog:
         chunks = [ChunkText(text, tuple(text.encode())) for text in collection.passages]  # bytes name them as well
         catalog.put_document(name, name, "", chunks, embedder.embed(collection.passages))
-        index, asking = VectorIndex(Path(folder) / "index"), _Asking(embedder)
+        index, asking = VectorIndex(catalog), _Asking(embedder)
         for i, (mode, scorer) in enumerate(ways):
-            keywords = KeywordIndex() if mode == "hybrid" else None
+            keywords = KeywordIndex(catalog) if mode == "hybrid" else None
             retriever = Retriever(catalog, index, asking, keywords, scorer, candidates)
             rows = []
             for j, task in enumerate(collection.tasks, 1):

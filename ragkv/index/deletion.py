@@ -17,7 +17,6 @@ from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
 from ragkv.retriever.hashing import NEAREST, mean_hash
-from ragkv.retriever.index import VectorIndex
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
 
@@ -54,24 +53,22 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
     if not home.catalog_of(tenant).exists():
         raise StoreError(f"nothing is indexed in {home.folder(tenant)}; `ragkv index PATH` indexes documents")
     with home.indexing(), home.open_catalog(tenant) as catalog, closing(home.open_store()) as store:
-        return delete_for_good(catalog, VectorIndex(home.index_of(tenant)), store, _find(home, catalog, names))
+        return delete_for_good(catalog, store, _find(home, catalog, names))
 
 
 def delete_for_good(
-    catalog: Catalog, index: VectorIndex, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()
+    catalog: Catalog, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()
 ) -> Deletion:
     """Delete documents with their vectors, and the KV of chunks that only they have.
 
     kept: hashes of chunks whose KV stays, because documents with them are just being indexed.
     """
-    hashes = {chunk.chunk_hash for id in ids for chunk in catalog.document_chunks(id)}
+    hashes = catalog.chunk_hashes_of(ids)
     deleted = [id for id in ids if catalog.delete_document(id)]
     unused = catalog.unreferenced(hashes) - set(kept)
     size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)
     if unused:
         store.delete(unused)
-    index.sync(catalog)
-    index.save()
     catalog.empty_log()
     return Deletion(deleted, len(unused), len(hashes) - len(unused), size_bytes)
 
@@ -105,8 +102,11 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
     Opening the store frees, in any case, what killed processes had deleted and not freed. Raises StoreError for a home
     that nothing was indexed in: there all KV would be garbage, also what was just imported.
     """
-    if not home.tenants():
-        raise _never_indexed(home)
+    if home.fingerprint() is None:
+        raise StoreError(
+            f"nothing was indexed in {home.path} yet, so all of its KV would go; `ragkv index PATH` first, or delete "
+            f"{home.kv}"
+        )
     with home.indexing(), home.open_catalog() as catalog, closing(home.open_store()) as store:
         garbage = _garbage(home, catalog, store)
         if not dry_run:
@@ -122,8 +122,6 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
 def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[ChunkKey, int]]:
     """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
-    if fingerprint is None:
-        raise _never_indexed(home)
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
     contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
@@ -143,10 +141,3 @@ def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[C
         if why := reason(key):
             garbage[why][key] = size
     return garbage
-
-
-def _never_indexed(home: Home) -> StoreError:
-    return StoreError(
-        f"nothing was indexed in {home.path} yet, so all of its KV would go; `ragkv index PATH` first, or delete "
-        f"{home.kv}"
-    )

@@ -29,7 +29,8 @@ class Indexer:
     """The writer of one corpus: brings its catalogue and vectors, and the workspace's KV, up to date with documents."""
 
     def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
-        self._workspace, self._corpus, self._settings = workspace, corpus, workspace.config.index
+        self._workspace, self._settings = workspace, workspace.config.index
+        self._catalog, self._index = corpus.catalog, corpus.index
         self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
         self._precomputed: set[str] = set()  # hashes of these chunks
 
@@ -57,7 +58,7 @@ class Indexer:
             scan = Scan()
             await asyncio.to_thread(self._consider_all, documents, scan)
             await self.precompute(scan, progress, is_withdrawn)
-            ids = {id for file in scan.files for id in self._corpus.catalog.document_ids_of(file)}
+            ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
             await self.finish(scan, hint)
             return scan.report
@@ -69,10 +70,8 @@ class Indexer:
         """
         with self._workspace.home.indexing():
             async with self._workspace.precomputing if self._in_work & set(ids) else nullcontext():
-                corpus, store = self._corpus, self._workspace.store
-                return await asyncio.to_thread(
-                    delete_for_good, corpus.catalog, corpus.index, store, ids, kept=set(self._precomputed)
-                )
+                store, kept = self._workspace.store, set(self._precomputed)
+                return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
 
     async def precompute(
         self,
@@ -81,7 +80,7 @@ class Indexer:
         is_withdrawn: Callable[[str], bool] = lambda id: False,
     ) -> None:
         """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
-        self._workspace.home.claim(self._corpus.catalog, self._workspace.owner)
+        self._workspace.home.claim(self._catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
@@ -97,20 +96,17 @@ class Indexer:
                     self._in_work, self._precomputed = set(), set()
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
-        """Remove the missing documents and the KV that nothing uses, apply the hint, and save the vectors."""
+        """Remove the missing documents and the KV that nothing uses, and apply the hint."""
         report = scan.report
 
         def finish() -> None:
+            hashes = self._catalog.chunk_hashes_of(scan.missing)
             for id in scan.missing:
-                hashes = self._hashes_of([id])
-                self._corpus.catalog.delete_document(id)
-                report.chunks_deleted += self.forget(hashes)
-                report.documents_removed += 1
-            report.chunks_deleted += self._collect_garbage()
+                self._catalog.delete_document(id)
+            report.documents_removed += len(scan.missing)
+            report.chunks_deleted += self._forget(hashes) + self._collect_garbage()
             if hint is not None:
-                self._workspace.store.hint(self._hashes_of(scan.documents), hint)
-            self._corpus.index.sync(self._corpus.catalog)
-            self._corpus.index.save(few=False)
+                self._workspace.store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
 
         async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
@@ -136,47 +132,46 @@ class Indexer:
     def _consider(self, document: Document, stored: set[str], scan: Scan) -> None:
         """Chunk the document, unless the catalogue has it as it is."""
         scan.documents.add(document.id)
-        digest, known = self._document_digest(document), self._corpus.catalog.document_digest(document.id)
-        if known == digest and self._has_all_kv(document.id, stored):
+        if self._is_current(document, stored):
             scan.report.documents_unchanged += 1
             return
         try:
-            scan.work.append(Work(document, digest, self._workspace.chunker.split(document)))
+            scan.work.append(Work(document, self._workspace.chunker.split(document)))
         except DocumentError as error:
             scan.report.rejected.append(error)
             return
-        scan.report.documents_new += known is None
-        scan.report.documents_changed += known is not None
+        is_new = self._catalog.document_digest(document.id) is None
+        scan.report.documents_new += is_new
+        scan.report.documents_changed += not is_new
+
+    def _is_current(self, document: Document, stored: set[str]) -> bool:
+        """Return whether the catalogue has the document as it is, and `stored` all of its chunks."""
+        if self._catalog.document_digest(document.id) != self._document_digest(document):
+            return False
+        return not self._workspace.fuses or self._catalog.chunk_hashes_of([document.id]) <= stored
 
     def _document_digest(self, document: Document) -> str:
         """Return a hex digest of the document and of everything else that decides how it is indexed."""
         settings = (self._settings.model_dump_json(), self._workspace.owner.fingerprint, self._workspace.anchor_hash)
         return xxhash.xxh3_128_hexdigest("\0".join((document.digest, *settings)).encode())
 
-    def _has_all_kv(self, document_id: str, stored: set[str]) -> bool:
-        chunks = self._corpus.catalog.document_chunks(document_id)
-        return not self._workspace.fuses or all(chunk.chunk_hash in stored for chunk in chunks)
-
     def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]:
         """Return a document's chunks, each with whether its KV is stored."""
         stored = set(self._workspace.store.chunk_hashes())
-        return [(chunk, chunk.chunk_hash in stored) for chunk in self._corpus.catalog.document_chunks(document_id)]
+        return [(chunk, chunk.chunk_hash in stored) for chunk in self._catalog.document_chunks(document_id)]
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         stored = self._stored(self._workspace.anchor_hash)
-
-        def is_current(document: Document) -> bool:
-            known = self._corpus.catalog.document_digest(document.id)
-            return known == self._document_digest(document) and self._has_all_kv(document.id, stored)
-
         documents = (document for file in find_files(paths) for document in load_file(file))
-        return self._anchor_is_missing() or any(isinstance(d, Document) and not is_current(d) for d in documents)
+        return self._anchor_is_missing() or any(
+            isinstance(document, Document) and not self._is_current(document, stored) for document in documents
+        )
 
     def _anchor_is_missing(self) -> bool:
         return (
             self._workspace.fuses
-            and self._corpus.catalog.has_documents
+            and self._catalog.has_documents
             and self._workspace.anchor_hash not in self._stored(ROOT_HASH)
         )
 
@@ -197,7 +192,7 @@ class Indexer:
         is_withdrawn: Callable[[str], bool],
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
-        engine, catalog = await self._workspace.start(), self._corpus.catalog
+        engine, catalog = await self._workspace.start(), self._catalog
         chunks = [chunk for item in batch for chunk in item.chunks]
         titles = [item.document.title for item in batch for _ in item.chunks]
         vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
@@ -208,7 +203,7 @@ class Indexer:
             title_of = dict(zip(hashes, titles, strict=True))
             tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
             kv = self._workspace.chunk_kv(engine)
-            others = self._others(kv, tokens, hashes, vectors)
+            others = await asyncio.to_thread(self._others, kv, tokens, hashes, vectors)
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
                 prefill.advance_to(prefill.done + num_contexts, title_of[chunk_hash])
@@ -217,12 +212,13 @@ class Indexer:
         prefill.advance_to(end_of_batch)
         start = 0
         for item in batch:
-            document, old, end = item.document, self._hashes_of([item.document.id]), start + len(item.chunks)
+            document, old, end = item.document, catalog.chunk_hashes_of([item.document.id]), start + len(item.chunks)
             if is_withdrawn(document.id):
-                report.chunks_deleted += self.forget(hashes[start:end])
+                report.chunks_deleted += self._forget(hashes[start:end])
             else:
-                catalog.put_document(document.id, document.title, item.document_digest, item.chunks, vectors[start:end])
-                report.chunks_deleted += self.forget(old)
+                digest = self._document_digest(document)
+                catalog.put_document(document.id, document.title, digest, item.chunks, vectors[start:end])
+                report.chunks_deleted += self._forget(old)
             start = end
 
     def _others(
@@ -231,10 +227,8 @@ class Indexer:
         """Return, for each chunk, the chunks that are likely to stand before it in a prompt: the nearest ones."""
         if kv.num_contexts == 1:
             return {}
-        catalog = self._corpus.catalog
-        self._corpus.index.sync(catalog)
-        nearest_of = nearest(chunk_hashes, vectors, catalog, self._corpus.index, kv.num_contexts - 1)
-        lengths = catalog.num_tokens({other for others in nearest_of.values() for other in others})
+        nearest_of = nearest(chunk_hashes, vectors, self._catalog, self._index, kv.num_contexts - 1)
+        lengths = self._catalog.num_tokens({other for others in nearest_of.values() for other in others})
         lengths |= {chunk_hash: len(tokens) for chunk_hash, tokens in chunks.items()}
         return {
             chunk_hash: [kv.span(other, lengths[other]) for other in others if other in lengths]
@@ -245,19 +239,16 @@ class Indexer:
         """Return the ids of indexed documents that these files and folders had and no longer have."""
         folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
         missing = []
-        for id in self._corpus.catalog.document_ids():
+        for id in self._catalog.document_ids():
             file = id if id in scan.files else source_file(id)
             is_read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
             if is_read and id not in scan.documents and file not in scan.rejected:
                 missing.append(id)
         return missing
 
-    def _hashes_of(self, document_ids: Iterable[str]) -> set[str]:
-        return {chunk.chunk_hash for id in document_ids for chunk in self._corpus.catalog.document_chunks(id)}
-
-    def forget(self, hashes: Iterable[str]) -> int:
+    def _forget(self, hashes: Iterable[str]) -> int:
         """Delete the KV of those of these chunks that no document has. Returns how many chunks it was."""
-        unused = self._corpus.catalog.unreferenced(hashes)
+        unused = self._catalog.unreferenced(hashes)
         if unused:
             self._workspace.store.delete(unused)
         return len(unused)
@@ -286,11 +277,12 @@ class Indexer:
         if chunk_hash == self._workspace.anchor_hash:
             await self._precompute_anchor()
             return True
-        chunk = self._corpus.catalog.chunk_of(chunk_hash)
+        chunk = self._catalog.chunk_of(chunk_hash)
         if chunk is None:
             return False
         engine = await self._workspace.start()
         kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
-        _, vectors = self._corpus.catalog.vectors([chunk.id])
-        await kv.precompute(engine, self._workspace.store, chunks, self._others(kv, chunks, [chunk_hash], vectors))
-        return not self.forget([chunk_hash])  # the document may have been deleted meanwhile
+        _, vectors = self._catalog.vectors([chunk.id])
+        others = await asyncio.to_thread(self._others, kv, chunks, [chunk_hash], vectors)
+        await kv.precompute(engine, self._workspace.store, chunks, others)
+        return not self._forget([chunk_hash])  # the document may have been deleted meanwhile

@@ -41,7 +41,6 @@ class Work:
     """A document to index: it is new or changed, or chunks of it have no KV."""
 
     document: Document
-    document_digest: str
     chunks: list[ChunkText]
 
 

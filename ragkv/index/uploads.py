@@ -176,8 +176,7 @@ class Uploads:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            wait_s = await self._index(upload)
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(await self._index(upload))
 
     async def _index(self, upload: Upload) -> float:
         """Index one upload. Returns how many seconds to wait before the next one, or before this one again."""

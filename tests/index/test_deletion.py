@@ -61,19 +61,16 @@ def home(tmp_path, folder):
             catalog.put_document(str(folder / name), name, "digest", [make_chunk(text) for text in texts], vectors)
             for text in texts:
                 store.put([(make_key(text), make_layers(1)), (make_key(text, AVERAGE), make_layers(2))])
-        index = VectorIndex(home.index)
-        index.sync(catalog)
-        index.save()
     return home
 
 
 def state_of(home):
-    """Names of the documents, keys in the store, and how many chunks the saved index finds."""
+    """Names of the documents, keys in the store, and how many chunks can be found."""
     with home.open_catalog() as catalog, closing(home.open_store()) as store:
         names = [document.title for document in catalog.documents()]
         assert store.admin.verify().problems == []
-        index = VectorIndex(home.index)
-        assert not index.sync(catalog)
+        index = VectorIndex(catalog)
+        index.sync()
         return names, set(store.admin.sizes()), len(index)
 
 
@@ -111,6 +108,16 @@ def test_a_text_that_only_one_document_had_is_in_no_file_any_more(home, folder):
     with home.open_catalog():  # another process has it open: closing the last one would empty the log
         delete_documents(home, [str(folder / "tea.md")])
         assert not found()
+
+
+@pytest.mark.parametrize("tenant", ["main", "acme"])
+def test_the_index_file_of_an_earlier_release_goes(home, tenant):
+    home.open_catalog(tenant).close()
+    kept = sorted(home.path.rglob("*"))
+    for name in ("index.faiss", "index.faiss.lock", "index.faiss.tmp"):
+        (home.folder(tenant) / name).write_bytes(b"vectors of deleted documents")
+    home.open_catalog(tenant).close()
+    assert sorted(home.path.rglob("*")) == kept
 
 
 @pytest.mark.parametrize("unknown", ["bee.md", "papers/bees", ""])

@@ -60,7 +60,7 @@ def indexer(tmp_path, kv):
     home = Home(tmp_path / "home")
     store = home.open_store()
     with home.open_catalog() as catalog:
-        corpus = SimpleNamespace(catalog=catalog, index=VectorIndex(tmp_path / "index"))
+        corpus = SimpleNamespace(catalog=catalog, index=VectorIndex(catalog))
         workspace = SimpleNamespace(
             config=Config(home=home.path, index={"num_contexts": 2}),
             home=home,

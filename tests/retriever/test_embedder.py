@@ -25,10 +25,8 @@ def embedder() -> Embedder:
 
 def test_unit_vectors_in_the_order_given(embedder: Embedder) -> None:
     texts = ["A fox jumps.", "Bonds yield interest. " * 5, "Dogs sleep.", "x", "Paris is in France.", "A fox jumps."]
-    done: list[int] = []
-    vectors = embedder.embed(texts, done.append)
+    vectors = embedder.embed(texts)
     assert vectors.shape == (6, embedder.dimension) and vectors.dtype == np.float32
-    assert done == [4, 6]
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     for text, vector in zip(texts, vectors, strict=True):
         np.testing.assert_allclose(embedder.embed([text])[0], vector, atol=1e-4)
@@ -65,7 +63,7 @@ def test_threads_share_it(embedder: Embedder, request: pytest.FixtureRequest) ->
 
 
 def test_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="can't load .*missing"):
         Embedder(tmp_path / "missing")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="can't load"):

@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -52,8 +51,8 @@ def bm25(texts: list[str], question: str, text: str) -> float:
 def test_scores_are_bm25s(catalog: Catalog, put: Put) -> None:
     all_texts = ["one fox and one fox", "two dogs and a fox that sleeps", "three cats", "..."]
     put(catalog, "a", *all_texts)
-    index = KeywordIndex()
-    assert index.sync(catalog) and len(index) == 3  # the fourth has no words
+    index = KeywordIndex(catalog)
+    assert index.sync() and len(index) == 3  # the fourth has no words
     with_words = all_texts[:3]
     found = index.search([("one fox", 1.0)], 10)
     assert texts(catalog, found) == ["one fox and one fox", "two dogs and a fox that sleeps"]
@@ -65,20 +64,20 @@ def test_scores_are_bm25s(catalog: Catalog, put: Put) -> None:
 
 
 def test_nothing_to_find(catalog: Catalog, put: Put) -> None:
-    index = KeywordIndex()
+    index = KeywordIndex(catalog)
     assert index.search([("fox", 1.0)], 5) == []
-    index.sync(catalog)
+    index.sync()
     assert index.search([("fox", 1.0)], 5) == [] and len(index) == 0
     put(catalog, "a", "...")
-    index.sync(catalog)
+    index.sync()
     assert index.search([("fox", 1.0)], 5) == [] and len(index) == 0
     put(catalog, "b", "one fox")
-    index.sync(catalog)
+    index.sync()
     assert index.search([("dogs", 1.0), ("?", 1.0)], 5) == []
 
 
 def test_sync_follows_the_catalog(catalog: Catalog, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    index, read = KeywordIndex(), []
+    index, read = KeywordIndex(catalog), []
 
     def counted(text: str) -> list[str]:
         read.append(text.strip())
@@ -86,49 +85,23 @@ def test_sync_follows_the_catalog(catalog: Catalog, put: Put, monkeypatch: pytes
 
     monkeypatch.setattr(keywords, "words", counted)
     put(catalog, "a", "one fox", "two dogs")
-    assert index.sync(catalog) and not index.sync(catalog)
+    assert index.sync() and not index.sync()
     assert sorted(read) == ["one fox", "two dogs"]
     put(catalog, "b", "three cats")
-    assert index.sync(catalog) and read[2:] == ["three cats"]
+    assert index.sync() and read[2:] == ["three cats"]
     catalog.delete_document("a")
-    assert index.sync(catalog) and read[3:] == []
+    assert index.sync() and read[3:] == []
     assert index.search([("fox dogs", 1.0)], 5) == []
     assert texts(catalog, index.search([("cats", 1.0)], 5)) == ["three cats"]
     assert "fox" not in index._built.scores.vocab_dict and list(index._words.values()) == [["three", "cats"]]
 
 
-def test_another_catalog(tmp_path: Path, put: Put) -> None:
-    index = KeywordIndex()
-    with Catalog(tmp_path / "one") as one, Catalog(tmp_path / "two") as two:
-        put(one, "a", "one fox")
-        put(two, "a", "two dogs")
-        index.sync(one)
-        assert index.sync(two) and texts(two, index.search([("dogs fox", 1.0)], 5)) == ["two dogs"]
-
-
-def test_older_copy_of_the_catalog_put_back(tmp_path: Path, put: Put) -> None:
-    path, index = tmp_path / "catalog", KeywordIndex()
-    with Catalog(path) as catalog:
-        put(catalog, "a", "one fox")
-    backup = path.read_bytes()
-    with Catalog(path) as catalog:
-        put(catalog, "b", "two dogs")
-        put(catalog, "c", "three cats")
-        index.sync(catalog)
-    path.write_bytes(backup)
-    with Catalog(path) as catalog:
-        put(catalog, "d", "four birds")  # gets the id that b's chunk had
-        assert index.sync(catalog)
-        assert texts(catalog, index.search([("birds", 1.0)], 5)) == ["four birds"]
-        assert index.search([("dogs cats", 1.0)], 5) == []
-
-
 def test_a_search_does_not_wait_for_another_ones_rebuild(
     catalog: Catalog, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = KeywordIndex()
+    index = KeywordIndex(catalog)
     put(catalog, "a", "one fox")
-    index.sync(catalog)
+    index.sync()
     put(catalog, "b", "two dogs")
     begun, go_on = threading.Event(), threading.Event()
     build = keywords._build
@@ -140,9 +113,9 @@ def test_a_search_does_not_wait_for_another_ones_rebuild(
 
     monkeypatch.setattr(keywords, "_build", slowly)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(index.sync, catalog)
+        future = pool.submit(index.sync)
         assert begun.wait(30)
-        assert not index.sync(catalog)
+        assert not index.sync()
         assert texts(catalog, index.search([("fox dogs", 1.0)], 5)) == ["one fox"]
         go_on.set()
         assert future.result()

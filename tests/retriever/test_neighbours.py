@@ -26,9 +26,9 @@ def catalog(tmp_path):
 
 
 @pytest.fixture
-def index(catalog, tmp_path):
-    index = VectorIndex(tmp_path / "index.faiss")
-    index.sync(catalog)
+def index(catalog):
+    index = VectorIndex(catalog)
+    index.sync()
     return index
 
 
@@ -47,7 +47,7 @@ def test_a_chunk_is_not_its_own_neighbour_even_if_it_was_there_before(catalog, i
 
 def test_the_first_chunk_of_all_has_none(tmp_path):
     catalog = Catalog(tmp_path / "catalog.sqlite")
-    assert nearest(names(1), at(50), catalog, VectorIndex(tmp_path / "index.faiss"), 3) == {names(1)[0]: []}
+    assert nearest(names(1), at(50), catalog, VectorIndex(catalog), 3) == {names(1)[0]: []}
     catalog.close()
 
 

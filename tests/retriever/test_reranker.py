@@ -70,12 +70,10 @@ def test_threads_share_it(reranker: Reranker) -> None:
             np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("keywords", [None, KeywordIndex()])
-def test_it_decides_the_order(
-    tmp_path: Path, catalog: Catalog, put: Callable[..., None], embedder, reranker: Reranker, keywords
-) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_it_decides_the_order(catalog: Catalog, put: Callable[..., None], embedder, reranker: Reranker, hybrid) -> None:
     put(catalog, "a", *TEXTS)
-    index = VectorIndex(tmp_path / "index")
+    index, keywords = VectorIndex(catalog), KeywordIndex(catalog) if hybrid else None
     question, earlier = "who one fox", ["two dogs"]
     plain = Retriever(catalog, index, embedder, keywords).search(question, 5, earlier)
     hits = Retriever(catalog, index, embedder, keywords, reranker).search(question, 5, earlier)
@@ -88,8 +86,8 @@ def test_it_decides_the_order(
     assert among == [hit for hit in hits if hit in plain[:2]][:1]
 
 
-def test_nothing_found(tmp_path: Path, catalog: Catalog, embedder, reranker: Reranker) -> None:
-    assert Retriever(catalog, VectorIndex(tmp_path / "index"), embedder, None, reranker).search("fox", 3) == []
+def test_nothing_found(catalog: Catalog, embedder, reranker: Reranker) -> None:
+    assert Retriever(catalog, VectorIndex(catalog), embedder, None, reranker).search("fox", 3) == []
 
 
 def test_what_is_no_reranker(tmp_path: Path) -> None:

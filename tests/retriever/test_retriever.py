@@ -16,8 +16,8 @@ Put = Callable[..., None]
 
 
 @pytest.fixture
-def retriever(tmp_path: Path, catalog: Catalog, embedder) -> Retriever:
-    return Retriever(catalog, VectorIndex(tmp_path / "index"), embedder)
+def retriever(catalog: Catalog, embedder) -> Retriever:
+    return Retriever(catalog, VectorIndex(catalog), embedder)
 
 
 def found(hits: list[Hit]) -> list[str]:
@@ -104,20 +104,20 @@ Search = Callable[..., list[Hit]]
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path, catalog: Catalog, chunk) -> Search:
+def hybrid(catalog: Catalog, chunk) -> Search:
     """Searches, by vectors and words, documents of one text each, where the word is found in the farthest ones."""
     for text in ("a0 fox", "a01 cat", "a02 owl", "a03 hen", "a07 bird", "a012 zebra", "a7 zebra zebra"):
         catalog.put_document(text, text, "digest", [chunk(text)], Digits().embed_question(text)[None])
 
     def search(question: str, top_k: int, earlier: Sequence[str] = (), **options: int) -> list[Hit]:
-        index = VectorIndex(tmp_path / "digits")
-        return Retriever(catalog, index, Digits(), KeywordIndex(), **options).search(question, top_k, earlier)
+        index = VectorIndex(catalog)
+        return Retriever(catalog, index, Digits(), KeywordIndex(catalog), **options).search(question, top_k, earlier)
 
     return search
 
 
-def test_hybrid_fuses_ranks(hybrid: Search, tmp_path: Path, catalog: Catalog) -> None:
-    by_vector = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits()).search("q0 zebra", 7)
+def test_hybrid_fuses_ranks(hybrid: Search, catalog: Catalog) -> None:
+    by_vector = Retriever(catalog, VectorIndex(catalog), Digits()).search("q0 zebra", 7)
     assert found(by_vector)[0] == "a0 fox" and found(by_vector)[5:] == ["a012 zebra", "a7 zebra zebra"]
     # 1/67 + 1/61, 1/66 + 1/62, 1/61
     hits = hybrid("q0 zebra", 3)
@@ -135,8 +135,8 @@ def test_candidates_are_what_each_search_brings(hybrid: Search) -> None:
     assert found(hybrid("q0 zebra", 1)) == ["a7 zebra zebra"]
 
 
-def test_vectors_of_earlier_questions_weigh_less(tmp_path: Path, catalog: Catalog, hybrid: Search) -> None:
-    by_vector = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits())
+def test_vectors_of_earlier_questions_weigh_less(catalog: Catalog, hybrid: Search) -> None:
+    by_vector = Retriever(catalog, VectorIndex(catalog), Digits())
     scores = {hit.chunk.text.strip(): hit.score for hit in by_vector.search("q0", 7, ["q2", "q7"])}
     length = (1 + 0.09**2 + 0.3**2) ** 0.5
     assert scores["a0 fox"] == pytest.approx(1 / length)
@@ -167,10 +167,8 @@ def test_hybrid_with_shared_and_deleted_texts(hybrid: Search, catalog: Catalog, 
     assert found(hybrid("q0 zebra", 2)) == ["a7 zebra zebra", "a0 fox"]
 
 
-def test_chunk_deleted_between_search_and_its_vector(
-    tmp_path: Path, catalog: Catalog, hybrid: Search, monkeypatch
-) -> None:
-    retriever = Retriever(catalog, VectorIndex(tmp_path / "digits"), Digits(), KeywordIndex(), candidates=1)
+def test_chunk_deleted_between_search_and_its_vector(catalog: Catalog, hybrid: Search, monkeypatch) -> None:
+    retriever = Retriever(catalog, VectorIndex(catalog), Digits(), KeywordIndex(catalog), candidates=1)
     retriever.search("q2", 1)  # the index has its vectors from now on
     vectors = Catalog.vectors
 
