@@ -31,19 +31,11 @@ def _report(lines: list[str], line: str) -> None:
     typer.echo(line)
 
 
-def config(
-    reference: Annotated[
-        bool, typer.Option("--reference", help="Print a Markdown table of all settings that exist.")
-    ] = False,
-    config_file: ConfigFile = None,
-) -> None:
+def config(config_file: ConfigFile = None) -> None:
     """Show the settings in force, as TOML, and where each is set."""
-    from ragkv.cli import settings as texts
+    from ragkv.cli.settings import in_force
 
-    if reference:
-        typer.echo(texts.reference())
-    else:
-        typer.echo(texts.in_force(load_config(config_file), read_sources(config_file)), nl=False)
+    typer.echo(in_force(load_config(config_file), read_sources(config_file)), nl=False)
 
 
 def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:
