@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -18,7 +19,9 @@ from ragkv.server.gate import is_loopback
 from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
 from ragkv.server.timeouts import listen
-from ragkv.server.wire import Pipeline
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
             await tenants.close()
 
 
-async def _keep_running(pipeline: Pipeline) -> None:
+async def _keep_running(pipeline: "Pipeline") -> None:
     """Restart the engine whenever it has ended."""
     while True:
         await asyncio.sleep(_CHECK_S)
