@@ -43,7 +43,7 @@ def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, co
     config = load_config(config_file, home=home, model={"name": model}, index={"embedder": embedder})
     from ragkv.cli.diagnosis import diagnose
 
-    checks = diagnose(config)
-    output.print_checks(checks)
-    if any(check.ok is False for check in checks):
+    findings = diagnose(config)
+    output.print_findings(findings)
+    if any(finding.ok is False for finding in findings.values()):
         raise typer.Exit(1)
