@@ -6,17 +6,15 @@ from typing import Annotated
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import ConfigFile, Embedder, Home, Model
-from ragkv.config import load_config, read_sources
+from ragkv.cli.options import ConfigFile
+from ragkv.config import Config, load_config, read_sources
 
 
 def fetch(
+    config: Config,
     names: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Download and convert the embedded models, unless they are there. No model hub is needed."""
-    config = load_config(config_file, home=home)
     from ragkv import models
 
     for name in names or models.EMBEDDED:
@@ -38,9 +36,8 @@ def config(config_file: ConfigFile = None) -> None:
     typer.echo(in_force(load_config(config_file), read_sources(config_file)), nl=False)
 
 
-def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:
+def doctor(config: Config) -> None:
     """Check hardware, versions, models, store and disk. Exits with status 1 if something is wrong."""
-    config = load_config(config_file, home=home, model={"name": model}, index={"embedder": embedder})
     from ragkv.cli.diagnosis import diagnose
 
     findings = diagnose(config)
