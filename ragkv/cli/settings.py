@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def in_force(config: Config, sources: Mapping[str, dict[str, Any]]) -> str:
     document = tomlkit.document()
     target: Any = document
     for path, field in setting_fields():
-        value = _value(config, path)
+        value: Any = reduce(getattr, path, config)
         where = origin(path, sources) or "default"
         if isinstance(field.default, Section):
             target = tomlkit.table()
@@ -47,13 +48,6 @@ def in_force(config: Config, sources: Mapping[str, dict[str, Any]]) -> str:
         else:
             target.add(path[-1], _shown(value).comment(where))
     return document.as_string()
-
-
-def _value(config: Config, path: tuple[str, ...]) -> Any:
-    value: Any = config
-    for name in path:
-        value = getattr(value, name)
-    return value
 
 
 def _table(section: Section, where: str) -> Item:

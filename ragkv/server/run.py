@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -49,22 +49,19 @@ def _bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
     remedy = "choose another with --host and --port (RAGKV_SERVER__HOST, RAGKV_SERVER__PORT)"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            if not has_keys and not is_loopback(str(address[0])):
+                raise ConfigError(
+                    f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key "
+                    "NAME` and set it as server.keys (RAGKV_SERVER__KEYS), or listen on 127.0.0.1"
+                )
+            opened.pop_all()  # it stays open
+            return listener
     except OSError as error:
         raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
-    if not has_keys and not is_loopback(str(address[0])):
-        listener.close()
-        raise ConfigError(
-            f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key NAME` and "
-            "set it as server.keys (RAGKV_SERVER__KEYS), or listen on 127.0.0.1"
-        )
-    return listener
 
 
 async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
