@@ -17,18 +17,9 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from ragkv.cli import options
 from ragkv.cli.output import Bar, err
 from ragkv.cli.session import log_file, log_in_errors, prepare
-from ragkv.config import Config, load_config
 from ragkv.evals import experiment, registry
 from ragkv.evals.experiment import Experiment, Row, Rows, option_of
 
-SETTINGS = {  # in the order in which `--help` lists them
-    "home": options.Home,
-    "model": options.Model,
-    "embedder": options.Embedder,
-    "dtype": options.DType,
-    "config_file": options.ConfigFile,
-    "verbose": options.Verbose,
-}
 app = typer.Typer(add_completion=False)
 
 
@@ -41,9 +32,9 @@ def command_of(found: Experiment) -> Callable[..., None]:
     hints = get_type_hints(found.parameters, vars(registry) | {"Policy": str, "Arm": str})
     taken = [_keyword(parameter, hints[parameter.name]) for parameter in fields(found.parameters)]
     taken.append(_optional("as_json", options.AsJson, False))
-    for name, annotation in SETTINGS.items():
-        if name in found.settings:
-            taken.append(_optional(name, annotation, False if name == "verbose" else None))
+    taken += [options.parameter(name) for name in (*options.MODEL, "config_file") if name in found.settings]
+    if "verbose" in found.settings:
+        taken.append(_optional("verbose", options.Verbose, False))
     command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
     command.__doc__ = found.parameters.__doc__
@@ -74,9 +65,11 @@ def _flag(parameter: "Field[Any]") -> str:
 def _run(found: Experiment, values: dict[str, Any]) -> None:
     """Measure, and print the rows: as JSON, each as soon as it is known, or as a table in the end."""
     as_json = values.pop("as_json")
-    settings = {name: values.pop(name) for name in SETTINGS if name in found.settings}
-    overrides = {parameter.name: option_of(parameter).setting for parameter in fields(found.parameters)}
-    config = _configured(settings, {setting: values[name] for name, setting in overrides.items() if setting})
+    settings = {name: values.pop(name) for name in found.settings}
+    chosen = {options.SETTINGS[name][0]: settings[name] for name in options.MODEL if name in settings}
+    overrides = {option_of(parameter).setting: values[parameter.name] for parameter in fields(found.parameters)}
+    chosen |= {setting: value for setting, value in overrides.items() if setting}
+    config = options.load(settings.get("config_file"), chosen)
     parameters = found.parameters(**{p.name: _parsed(p, values[p.name]) for p in fields(found.parameters)})
     explained: AbstractContextManager[None] = nullcontext()
     if "verbose" in found.settings:
@@ -98,17 +91,6 @@ def _run(found: Experiment, values: dict[str, Any]) -> None:
         found.table(rows)
     if any(map(found.fails, rows)):
         raise typer.Exit(1)
-
-
-def _configured(settings: dict[str, Any], overrides: dict[str, Any]) -> Config:
-    sections: dict[str, dict[str, Any]] = {
-        "model": {name: settings.get(key) for name, key in (("name", "model"), ("dtype", "dtype"))},
-        "index": {"embedder": settings.get("embedder")},
-    }
-    for setting, value in overrides.items():
-        section, name = setting.split(".")
-        sections.setdefault(section, {})[name] = value
-    return load_config(settings.get("config_file"), home=settings.get("home"), **sections)
 
 
 def _parsed(parameter: "Field[Any]", value: Any) -> Any:

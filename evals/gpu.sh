@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels on a CUDA device: their tests, compiled, then their benches as one table.
+# The kernels on a CUDA device: their tests, compiled, then their benchmarks as one table.
 # PYTHON: one that has ragkv and its dependencies. MODEL: if set, then also time to first token in vLLM with that model, a
 # folder whose config.json and tokenizer are enough, or a Hugging Face id.
 set -euo pipefail
@@ -21,9 +21,9 @@ fi
 rows=$(mktemp)
 trap 'rm -f "$rows"' EXIT
 for operator in kv_fuse selective_attention query_scores kv_deviation; do
-  "$python" -m "ragkv.kernels.$operator.bench" >> "$rows"
+  "$python" -m "ragkv.evals.kernels.$operator" >> "$rows"
 done
-"$python" -m ragkv.kernels.timing < "$rows"
+"$python" -m ragkv.evals.kernels.timing < "$rows"
 
 if [ -n "${MODEL:-}" ]; then
   "$python" -m ragkv eval ttft --model "$MODEL" --random-weights --tokens 1024,4096,8192 --repeats 3 \

@@ -30,7 +30,9 @@ KUBERNETES = re.compile(r"RAGKV_(SERVICE_(HOST|PORT\w*)=|PORT=\w+://|PORT_\d+_)"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """A section of the settings. What a setting means is its `description`, or, if that is long, its docstring."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -39,21 +41,16 @@ class ModelConfig(Section):
     name: str = Field(
         EMBEDDED_MODEL, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_MODEL!r}"
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto",
-        validate_default=True,
-        description="Computation and KV dtype; auto: bfloat16, but float32 on a CPU without bfloat16 instructions, "
-        "where that is about 3 times as fast",
-    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", validate_default=True)
+    """Computation and KV dtype; auto: bfloat16, but float32 on a CPU without bfloat16 instructions, where that is about
+    3 times as fast"""
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
-    kernels: Literal["auto", "triton", "native", "torch"] = Field(
-        "auto",
-        description="Kernels for fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first of "
-        "these that is available",
-    )
+    kernels: Literal["auto", "triton", "native", "torch"] = "auto"
+    """Kernels for fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first of these that is
+    available"""
 
     @field_validator("dtype")
     @classmethod
@@ -68,43 +65,28 @@ class IndexConfig(Section):
         EMBEDDED_EMBEDDER, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_EMBEDDER!r}"
     )
     chunk_tokens: int = Field(512, ge=16, le=8192, description="Largest chunk, in the generator's tokens")
-    chunk_overlap: int = Field(
-        0, ge=0, description="Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"
-    )
-    num_contexts: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="Contexts in which a chunk's KV is precomputed: after the anchor, and after each of its nearest "
-        "other chunks for a mean; 1: only after the anchor, in a quarter of the time, half the disk, more drift",
-    )
+    chunk_overlap: int = Field(0, ge=0)
+    """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""
+    num_contexts: int = Field(4, ge=1, le=64)
+    """Contexts in which a chunk's KV is precomputed: after the anchor, and after each of its nearest other chunks for a
+    mean; 1: only after the anchor, in a quarter of the time, half the disk, more drift"""
 
 
 class StoreConfig(Section):
     """Where chunks' KV is stored between requests."""
 
-    codec: Literal["raw", "int8", "fp8"] = Field(
-        "raw",
-        description="How new KV is stored: unchanged, or as 8-bit numbers with scales. KV that is stored already stays "
-        "readable as it is",
-    )
-    disk_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Disk space for chunks' KV, in GiB. When it is full, the KV worth least (`store.eviction`) is "
-        "evicted; a request that needs it prefills it, and it is precomputed again in idle time. None: no limit",
-    )
-    memory_gib: float = Field(
-        1.0,
-        ge=0,
-        description="Memory for KV that is ready to use, in GiB, reserved when vLLM starts (pinned on CUDA); when it "
-        "is full, the KV worth least is dropped. 0: none, only the system's page cache",
-    )
-    eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = Field(
-        "gdsf",
-        description="How the worth of KV is ranked: gdsf by uses times cost to recompute over size, with ageing; lru "
-        "by last use; lfu by uses; lfuda by uses, with ageing",
-    )
+    codec: Literal["raw", "int8", "fp8"] = "raw"
+    """How new KV is stored: unchanged, or as 8-bit numbers with scales. KV that is stored already stays readable as it
+    is"""
+    disk_gib: float | None = Field(None, gt=0)
+    """Disk space for chunks' KV, in GiB. When it is full, the KV worth least (`store.eviction`) is evicted; a request
+    that needs it prefills it, and it is precomputed again in idle time. None: no limit"""
+    memory_gib: float = Field(1.0, ge=0)
+    """Memory for KV that is ready to use, in GiB, reserved when vLLM starts (pinned on CUDA); when it is full, the KV
+    worth least is dropped. 0: none, only the system's page cache"""
+    eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = "gdsf"
+    """How the worth of KV is ranked: gdsf by uses times cost to recompute over size, with ageing; lru by last use; lfu
+    by uses; lfuda by uses, with ageing"""
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of a `DiskStore` that writes, as plain data."""
@@ -119,38 +101,28 @@ class StoreConfig(Section):
 class RetrievalConfig(Section):
     """How a question finds its chunks."""
 
-    mode: Literal["vector", "hybrid"] = Field(
-        "vector",
-        description="How chunks are searched: by vectors, or by vectors and words (BM25) with their ranks fused",
-    )
-    reranker: str | None = Field(
-        None, description="Cross-encoder that reorders the hits: local folder or Hugging Face id. Default: none"
-    )
-    candidates: int = Field(
-        50, ge=1, le=1000, description="Hits of each search that are fused or reordered; top_k if that is more"
-    )
+    mode: Literal["vector", "hybrid"] = "vector"
+    """How chunks are searched: by vectors, or by vectors and words (BM25) with their ranks fused"""
+    reranker: str | None = None
+    """Cross-encoder that reorders the hits: local folder or Hugging Face id. Default: none"""
+    candidates: int = Field(50, ge=1, le=1000)
+    """Hits of each search that are fused or reordered; top_k if that is more"""
 
 
 class AnswerConfig(Section):
     """Defaults of a request."""
 
-    policy: str = Field(
-        "guided",
-        description="Which cached tokens to recompute: none, query, full, … ([policies](policies.md))",
-    )
-    budget: float = Field(
-        0.05, ge=0, le=1, description="Share of the cached tokens to recompute (not for `none` and `full`)"
-    )
+    policy: str = "guided"
+    """Which cached tokens to recompute: none, query, full, … ([policies](policies.md))"""
+    budget: float = Field(0.05, ge=0, le=1)
+    """Share of the cached tokens to recompute (not for `none` and `full`)"""
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
-    controller: bool = Field(
-        True,
-        description="Let vLLM prefill whatever it prefills faster than fusion would take, by a profile that `ragkv "
-        "index`, `serve` and `profile` measure once for each machine, model, codec and policy",
-    )
+    controller: bool = True
+    """Let vLLM prefill whatever it prefills faster than fusion would take, by a profile that `ragkv index`, `serve` and
+    `profile` measure once for each machine, model, codec and policy"""
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
-    timeout_s: float | None = Field(
-        None, gt=0, description="Longest time for a whole answer, in seconds. Default: no limit"
-    )
+    timeout_s: float | None = Field(None, gt=0)
+    """Longest time for a whole answer, in seconds. Default: no limit"""
 
 
 class CanaryConfig(Section):
@@ -158,9 +130,8 @@ class CanaryConfig(Section):
 
     share: float = Field(0.01, ge=0, le=1, description="Share of the answers that are compared")
     tokens: int = Field(8, ge=1, le=64, description="Tokens compared, from the beginning of the answer")
-    max_kl: float = Field(
-        0.5, gt=0, description="Mean drift, in nats, of the last 20 answers above which the budget rises"
-    )
+    max_kl: float = Field(0.5, gt=0)
+    """Mean drift, in nats, of the last 20 answers above which the budget rises"""
     max_budget: float = Field(0.4, ge=0, le=1, description="Highest budget that it may rise to")
 
 
@@ -168,25 +139,17 @@ Keys = dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
 class ServerConfig(Section):
-    host: str = Field(
-        "127.0.0.1", description="Address to listen on. One that other machines reach needs `server.keys`"
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines reach needs `server.keys`"""
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
-    keys: Keys = Field(
-        {},
-        description="SHA-256 of each API key, by its holder's name (`ragkv key NAME`). None: no key is needed",
-    )
-    max_requests: int = Field(
-        256, ge=1, description="Questions answered at a time; more are refused with a time to wait"
-    )
+    keys: Keys = {}
+    """SHA-256 of each API key, by its holder's name (`ragkv key NAME`). None: no key is needed"""
+    max_requests: int = Field(256, ge=1)
+    """Questions answered at a time; more are refused with a time to wait"""
     log: Literal["text", "json"] = Field("text", description="How requests and events are logged, on stderr")
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
-    max_pause_s: float = Field(
-        60.0,
-        gt=0,
-        le=86_400,
-        description="How long to wait for a client that stops sending its request or reading its answer, in seconds",
-    )
+    max_pause_s: float = Field(60.0, gt=0, le=86_400)
+    """How long to wait for a client that stops sending its request or reading its answer, in seconds"""
 
 
 class TenantConfig(Section):
@@ -195,13 +158,11 @@ class TenantConfig(Section):
     keys: Keys = Field({}, description="As `server.keys`")
     reads: list[str] = Field([], description="Other tenants whose documents are searched too")
     requests_per_minute: int | None = Field(None, ge=1, description="Limit of questions and searches. Default: none")
-    tokens_per_minute: int | None = Field(
-        None, ge=1, description="Limit of prompts' and answers' tokens. Default: none"
-    )
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Limit of prompts' and answers' tokens. Default: none"""
     concurrent_requests: int | None = Field(None, ge=1, description="Limit of questions at a time. Default: none")
-    documents_mib: float | None = Field(
-        None, ge=0, description="Limit of all its documents' text, in MiB. Default: none"
-    )
+    documents_mib: float | None = Field(None, ge=0)
+    """Limit of all its documents' text, in MiB. Default: none"""
 
 
 class Config(BaseSettings):
@@ -214,6 +175,7 @@ class Config(BaseSettings):
         extra="forbid",
         frozen=True,
         nested_model_default_partial_update=True,
+        use_attribute_docstrings=True,
     )
 
     home: Path = Field(Path("~/.ragkv"), description="Folder of models, documents and KV")
@@ -224,9 +186,8 @@ class Config(BaseSettings):
     answer: AnswerConfig = AnswerConfig()
     canary: CanaryConfig = CanaryConfig()
     server: ServerConfig = ServerConfig()
-    tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = Field(
-        {}, description="Tenants by name; each has documents, KV, conversations and limits of its own"
-    )
+    tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = {}
+    """Tenants by name; each has documents, KV, conversations and limits of its own"""
 
     @field_validator("home")
     @classmethod

@@ -33,7 +33,6 @@ HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jin
 HUB_DUPLICATES = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 WEIGHTS = ("*.safetensors", "*.bin")
 CONFIG_NOISE = {"_name_or_path", "_model_name_or_path", "_commit_hash", "transformers_version"}
-READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -270,8 +269,5 @@ def _weight_digests(weights: list[Path], cache_file: Path) -> list[str]:
 
 
 def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -74,19 +74,16 @@ class Policy:
     def parse(cls, text: str) -> "Policy":
         """Read a policy as people write it: `none`, `guided`, `query:0.15`, `query+shift:0.15`."""
         name, has_budget, budget = text.partition(":")
-        selection, weigh_by_std, shift = name, False, False
-        if name == GUIDED:
-            selection, weigh_by_std, shift = Selection.QUERY, True, True
-        else:
-            selection, shift = selection.removesuffix(SHIFT), selection.endswith(SHIFT)
-            selection, weigh_by_std = selection.removesuffix(STD), selection.endswith(STD)
+        whole = f"{Selection.QUERY}{STD}{SHIFT}" if name == GUIDED else name
+        unshifted = whole.removesuffix(SHIFT)
+        selection = unshifted.removesuffix(STD)
         if selection not in set(Selection):
             raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(DESCRIPTIONS)}")
         try:
             share = float(budget) if has_budget else cls.budget
         except ValueError:
             raise ConfigError(f"budget {budget!r} in policy {text!r} is not a number") from None
-        return cls(Selection(selection), share, weigh_by_std, shift)
+        return cls(Selection(selection), share, unshifted.endswith(STD), whole.endswith(SHIFT))
 
     @classmethod
     def of(cls, name: str, budget: float) -> "Policy":

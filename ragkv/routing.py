@@ -76,6 +76,7 @@ class Router:
         if self.profile is not None and inherited is None and options.policy.is_like(self.profile.policy):
             chosen, task = plan_task(self.profile, len(fitted.prompt.token_ids), requested, kv, store, engine.in_memory)
         policy = FULL if task is None else options.policy
+        left = requested.spans if task is None else ()
         return Request(
             fitted=fitted,
             requested=requested,
@@ -84,9 +85,7 @@ class Router:
             plan=chosen,
             salt=inherited or self._salt(fitted.prompt, policy, options),
             continues=inherited is not None,
-            missing=()
-            if task is not None
-            else tuple(s.chunk_hash for s in requested.spans if not store.contains(kv.key(s))),
+            missing=tuple(s.chunk_hash for s in left if not store.contains(kv.key(s))),
             without_mean=tuple(kv.without_mean(requested)),
         )
 

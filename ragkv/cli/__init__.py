@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from ragkv import __version__
 from ragkv.cli import engine_commands, home_commands, store_commands
 from ragkv.cli.evaluations import Evaluations
+from ragkv.cli.options import MODEL, configured
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
 
@@ -21,25 +22,23 @@ def _group(help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
 
 
 app = _group("RAG on vLLM that reuses the KV of document chunks.")
-app.command()(engine_commands.index)
-app.command()(engine_commands.ask)
-app.command()(engine_commands.serve)
+app.command()(configured(engine_commands.index, "num_contexts", *MODEL))
+app.command()(configured(engine_commands.ask, "policy", "budget", "top_k", "max_tokens", *MODEL))
+app.command()(configured(engine_commands.serve, "host", "port", *MODEL))
 app.command()(engine_commands.key)
-app.command()(engine_commands.profile)
+app.command()(configured(engine_commands.profile, *MODEL))
 store = _group("Inspect, clean, export and import the KV store.")
-store.command()(store_commands.stats)
-store.command()(store_commands.verify)
-store.command()(store_commands.delete)
-store.command()(store_commands.gc)
-store.command("export")(store_commands.export_kv)
-store.command("import")(store_commands.import_kv)
+for command in (store_commands.stats, store_commands.verify, store_commands.delete, store_commands.gc):
+    store.command()(configured(command, "home"))
+store.command("export")(configured(store_commands.export_kv, "home"))
+store.command("import")(configured(store_commands.import_kv, "home"))
 app.add_typer(store, name="store")
 models = _group("Manage the embedded models.")
-models.command()(home_commands.fetch)
+models.command()(configured(home_commands.fetch, "home"))
 app.add_typer(models, name="models")
 app.add_typer(_group("Measure speed, quality and robustness on this machine.", cls=Evaluations), name="eval")
 app.command()(home_commands.config)
-app.command()(home_commands.doctor)
+app.command()(configured(home_commands.doctor, "home", "model", "embedder"))
 
 
 @app.callback(invoke_without_command=True)

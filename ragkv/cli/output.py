@@ -22,7 +22,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer
-    from ragkv.cli.diagnosis import Check
+    from ragkv.cli.diagnosis import Finding
     from ragkv.controller.cost_model import Profile
     from ragkv.index.deletion import Deletion, Garbage
     from ragkv.index.ingestion import IngestProgress, IngestReport
@@ -52,7 +52,20 @@ def detach_streams(log: Path | None) -> None:
     os.dup2(2, 1)
 
 
-class IngestBars:
+class Bar:
+    """A progress bar that is shown while its block runs."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+class IngestBars(Bar):
     """A progress bar for each stage of an ingest; without a terminal, a line for each."""
 
     def __init__(self) -> None:
@@ -67,13 +80,9 @@ class IngestBars:
         self._tasks: dict[str, TaskID] = {}
         self._stopped = False
 
-    def __enter__(self) -> "IngestBars":
-        self._progress.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        self._progress.stop()
+        super().__exit__()
 
     def update(self, step: "IngestProgress") -> None:
         if self._stopped:
@@ -224,27 +233,14 @@ def print_verification(verification: "Verification") -> None:
     )
 
 
-def print_checks(checks: Iterable["Check"]) -> None:
+def print_findings(findings: Mapping[str, "Finding"]) -> None:
     table = Table("", "", "", box=None, show_header=False, padding=(0, 1))
-    for check in checks:
-        detail = Text(check.detail)
-        if check.remedy and not check.ok:
-            detail.append(f"\n{check.remedy}", "bold")
-        table.add_row(MARKS[check.ok], check.name, detail)
+    for check, finding in findings.items():
+        detail = Text(finding.detail)
+        if finding.remedy and not finding.ok:
+            detail.append(f"\n{finding.remedy}", "bold")
+        table.add_row(MARKS[finding.ok], check, detail)
     out.print(table)
-
-
-class Bar:
-    """A progress bar that is shown while its block runs."""
-
-    _progress: Progress
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 class ByteBar(Bar):

@@ -112,10 +112,8 @@ def stoppable() -> Iterator[None]:
         for child in children:
             child.terminate()
         for child in children:
-            child.join(
-                _TERMINATION_TIMEOUT_S
-            )  # a signal that reaches a forked Python process before its first step is lost
-            child.kill()
+            child.join(_TERMINATION_TIMEOUT_S)
+            child.kill()  # a signal that reaches a forked Python process before its first step is lost
         os._exit(128 + signum)
 
     owner = os.getpid()

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import AsJson, ConfigFile, Home, Tenant
+from ragkv.cli.options import AsJson, Tenant
 from ragkv.cli.output import err, out
-from ragkv.config import MAIN, Config, load_config
+from ragkv.config import MAIN, Config
 from ragkv.errors import StoreError
 from ragkv.files import atomic_write
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _STREAM = Path("-")
 
 
-def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
+def stats(config: Config, as_json: AsJson = False) -> None:
     """Show how many chunks and records the store holds, their codecs and their size."""
-    with _store(load_config(config_file, home=home)) as kv:
+    with _store(config) as kv:
         counts, codecs = kv.admin.stats(), kv.admin.codecs()
     if as_json:
         typer.echo(json.dumps({**asdict(counts), "codecs": codecs}))
@@ -33,9 +33,9 @@ def stats(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = 
         output.print_stats(counts, codecs)
 
 
-def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile = None) -> None:
+def verify(config: Config, as_json: AsJson = False) -> None:
     """Read and check every record. Exits with status 1 if something is wrong."""
-    with _store(load_config(config_file, home=home)) as kv, err.status("checking every record"):
+    with _store(config) as kv, err.status("checking every record"):
         verification = kv.admin.verify()
     if as_json:
         typer.echo(json.dumps(asdict(verification)))
@@ -46,19 +46,17 @@ def verify(as_json: AsJson = False, home: Home = None, config_file: ConfigFile =
 
 
 def delete(
+    config: Config,
     documents: Annotated[
         list[str], typer.Argument(help="Document ids, or files and folders that were given to `ragkv index`.")
     ],
     tenant: Tenant = MAIN,
     as_json: AsJson = False,
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Delete documents and their KV for good. Chunks that other documents share are kept.
 
     Delete the files too, or the next `ragkv index` of their folder indexes them again.
     """
-    config = load_config(config_file, home=home)
     from ragkv.home import Home
     from ragkv.index.deletion import delete_documents
 
@@ -70,13 +68,11 @@ def delete(
 
 
 def gc(
+    config: Config,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     as_json: AsJson = False,
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
-    config = load_config(config_file, home=home)
     from ragkv.home import Home
     from ragkv.index.deletion import collect_garbage
 
@@ -88,12 +84,11 @@ def gc(
 
 
 def export_kv(
+    config: Config,
     file: Annotated[Path, typer.Argument(help="File to write; - is stdout.")],
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Write all KV into one file, for `ragkv store import` elsewhere. Exits with status 1 if some was damaged."""
-    with _store(load_config(config_file, home=home)) as kv:
+    with _store(config) as kv:
         from ragkv.store.transfer import export_chunks
 
         total = sum(kv.admin.sizes().values())
@@ -109,15 +104,13 @@ def export_kv(
 
 
 def import_kv(
+    config: Config,
     file: Annotated[Path, typer.Argument(help="File that `ragkv store export` wrote; - is stdin.")],
-    home: Home = None,
-    config_file: ConfigFile = None,
 ) -> None:
     """Import another home's KV, before the same documents are indexed here.
 
     Chunks that are present stay as they are. Damaged chunks are reported and left out; then the exit status is 1.
     """
-    config = load_config(config_file, home=home)
     from ragkv.home import Home
     from ragkv.store.transfer import import_chunks, open_export
 
@@ -166,13 +159,8 @@ def _open_to_write(file: Path) -> Iterator[BinaryIO]:
         yield target
 
 
-@contextmanager
-def _open_to_read(file: Path) -> Iterator[BinaryIO]:
-    if file == _STREAM:
-        yield sys.stdin.buffer
-    else:
-        with file.open("rb") as source:
-            yield source
+def _open_to_read(file: Path) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdin.buffer) if file == _STREAM else file.open("rb")
 
 
 @contextmanager

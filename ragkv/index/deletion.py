@@ -56,9 +56,7 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
         return delete_for_good(catalog, store, _find(home, catalog, names))
 
 
-def delete_for_good(
-    catalog: Catalog, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()
-) -> Deletion:
+def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()) -> Deletion:
     """Delete documents with their vectors, and the KV of chunks that only they have.
 
     kept: hashes of chunks whose KV stays, because documents with them are just being indexed.

@@ -12,11 +12,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ragkv.background.idle import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
@@ -36,18 +36,9 @@ _NUM_FINISHED, _NUM_FINISHED_FILES = 1000, 10_000  # uploads that are remembered
 _DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
 
 Status = Literal["waiting", "running", "done", "failed"]
-
-
-class Ingest(Protocol):
-    """The signature of `Indexer.ingest_documents`."""
-
-    async def __call__(
-        self,
-        documents: Iterator[Document],
-        progress: Callable[[IngestProgress], None],
-        hint: Hint | None,
-        is_withdrawn: Callable[[str], bool],
-    ) -> IngestReport: ...
+Ingest = Callable[  # as `Indexer.ingest_documents`
+    [Iterator[Document], Callable[[IngestProgress], None], Hint | None, Callable[[str], bool]], Awaitable[IngestReport]
+]
 
 
 @dataclass

@@ -130,10 +130,9 @@ class ChatRequest(BaseModel):
         return Conversation(texts[-1], tuple(map(Turn, texts[:-1:2], texts[1::2])), own)
 
     def sampling(self) -> Sampling:
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
-        given |= {name: getattr(self, name) for name in ("frequency_penalty", "presence_penalty")}
+        names = {"temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(**{name: value for name, value in given.items() if value is not None}, stop=stop)
+        return Sampling(**self.model_dump(include=names, exclude_none=True), stop=stop)
 
 
 class ChatMessage(BaseModel):

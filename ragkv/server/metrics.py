@@ -7,6 +7,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +18,10 @@ from ragkv.background.canary import Drift
 from ragkv.errors import DeadlineError, StoreError
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer
-from ragkv.server.wire import STATUSES, Pipeline
+from ragkv.server.wire import STATUSES
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ class Metrics:
 class Observed:
     """A tenant's pipeline within the tenant's limits; answers are counted, timed, and ended after `timeout_s`."""
 
-    def __init__(self, pipeline: Pipeline, metrics: Metrics, limits: Limits) -> None:
+    def __init__(self, pipeline: "Pipeline", metrics: Metrics, limits: Limits) -> None:
         self.pipeline, self._metrics, self._limits = pipeline, metrics, limits
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:

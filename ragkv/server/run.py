@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -18,7 +19,9 @@ from ragkv.server.gate import is_loopback
 from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
 from ragkv.server.timeouts import listen
-from ragkv.server.wire import Pipeline
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +49,19 @@ def _bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
     remedy = "choose another with --host and --port (RAGKV_SERVER__HOST, RAGKV_SERVER__PORT)"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            if not has_keys and not is_loopback(str(address[0])):
+                raise ConfigError(
+                    f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key "
+                    "NAME` and set it as server.keys (RAGKV_SERVER__KEYS), or listen on 127.0.0.1"
+                )
+            opened.pop_all()  # it stays open
+            return listener
     except OSError as error:
         raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {where}: {error.strerror}; {remedy}") from error
-    if not has_keys and not is_loopback(str(address[0])):
-        listener.close()
-        raise ConfigError(
-            f"{where} can be reached from other machines, and no key is asked for; make one with `ragkv key NAME` and "
-            "set it as server.keys (RAGKV_SERVER__KEYS), or listen on 127.0.0.1"
-        )
-    return listener
 
 
 async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsyncContextManager[Tenants]]) -> None:
@@ -81,7 +81,7 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
             await tenants.close()
 
 
-async def _keep_running(pipeline: Pipeline) -> None:
+async def _keep_running(pipeline: "Pipeline") -> None:
     """Restart the engine whenever it has ended."""
     while True:
         await asyncio.sleep(_CHECK_S)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
@@ -12,13 +12,15 @@ from ragkv.config import MAIN, Config, TenantConfig
 from ragkv.index.uploads import Uploads
 from ragkv.server.limits import Concurrency, Limits
 from ragkv.server.metrics import Metrics, Observed
-from ragkv.server.wire import Pipeline
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
 
 
 class Tenant:
     """A tenant's pipeline, and the same pipeline observed: within the tenant's limits, and counted."""
 
-    def __init__(self, pipeline: Pipeline, uploads: Path, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, pipeline: "Pipeline", uploads: Path, limits: Limits, metrics: Metrics) -> None:
         self.pipeline, self.limits = pipeline, limits
         self.observed = Observed(pipeline, metrics, limits)
         self.uploads = Uploads(uploads, pipeline.indexer.ingest_documents)
@@ -29,7 +31,7 @@ class Tenant:
 class Tenants:
     """All tenants by name, `MAIN` among them. Lives in one event loop."""
 
-    def __init__(self, config: Config, pipelines: Mapping[str, Pipeline], uploads: Mapping[str, Path]) -> None:
+    def __init__(self, config: Config, pipelines: Mapping[str, "Pipeline"], uploads: Mapping[str, Path]) -> None:
         """uploads: by tenant, the folder where uploads are kept until they are indexed."""
         self.config, concurrency = config, Concurrency(config.server.max_requests)
         self.metrics = Metrics(self._counters, self._gauges)

@@ -1,13 +1,13 @@
-"""Shared by all endpoints: the protocol of what is served, options and parts of answers, streams, and errors."""
+"""Shared by all endpoints: options and parts of answers, streams, and errors."""
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,8 +17,7 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Sampling, Source
-from ragkv.background.canary import Canary
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Sampling, Source
 from ragkv.config import AnswerConfig
 from ragkv.errors import (
     BusyError,
@@ -31,12 +30,11 @@ from ragkv.errors import (
     QuotaError,
     RagKVError,
 )
-from ragkv.index.deletion import Deletion
-from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
-from ragkv.retriever.catalog import Catalog, Chunk
-from ragkv.retriever.documents import Document
 from ragkv.store.eviction import HINTS, Hint
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -57,57 +55,6 @@ Frame = dict[str, str]  # of a server-sent event: its data, and its event's name
 ToFrames = Callable[[AnswerEvent], Iterable[Frame]]
 
 AppStatus.enable_automatic_graceful_drain = False  # else SIGTERM ends streams at once; uvicorn lets them finish
-
-
-class Indexer(Protocol):
-    """The indexer of a tenant's documents (`ragkv.index.indexer`)."""
-
-    async def ingest_documents(
-        self,
-        documents: Iterable[Document],
-        progress: Callable[[IngestProgress], None],
-        hint: Hint | None,
-        is_withdrawn: Callable[[str], bool],
-    ) -> IngestReport: ...
-
-    async def delete(self, ids: Collection[str]) -> Deletion: ...
-
-    def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]: ...
-
-
-class Pipeline(Protocol):
-    """The pipeline that is served. Closing `answer`, as on a client's disconnect, cancels the generation."""
-
-    catalog: Catalog
-
-    @property
-    def indexer(self) -> Indexer: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def tenant(self) -> str: ...
-
-    @property
-    def gauges(self) -> dict[str, int]: ...
-
-    @property
-    def defaults(self) -> AnswerConfig: ...
-
-    @property
-    def canary(self) -> Canary: ...
-
-    def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]: ...
-
-    @property
-    def counters(self) -> dict[str, int]: ...
-
-    async def search(self, question: str, top_k: int) -> list[Source]: ...
-
-    async def start(self) -> object: ...
-
-    async def close(self) -> None: ...
 
 
 def _not_blank(text: str) -> str:
@@ -217,7 +164,7 @@ _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in 
 STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {**_EVENT, "required": ["data"]}}}}
 
 
-def check_ready(pipeline: Pipeline) -> None:
+def check_ready(pipeline: "Pipeline") -> None:
     if not pipeline.is_ready:
         message = "the engine is not running; if it has ended it is being started again, see the server's log"
         raise HTTPException(503, message, {"Retry-After": "10"})

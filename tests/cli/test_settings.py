@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.cli.settings import reference
 from ragkv.config import Config, TenantConfig, load_config, setting_fields, variable
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "settings.py"))
+reference = SCRIPT["reference"]
 HASH = f"{0xABC:064x}"[::-1]
 
 
@@ -30,9 +30,8 @@ def show(*arguments: str | Path) -> str:
 
 
 def test_the_documentation_has_the_reference_as_the_code_has_it() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
-    page = script["PAGE"].read_text()
-    assert page == script["renewed"](page), "run `make docs`"
+    page = SCRIPT["PAGE"].read_text()
+    assert page == SCRIPT["renewed"](page), "run `make docs`"
     assert reference() in page
 
 

@@ -1,4 +1,4 @@
-"""`python -m ragkv.kernels.selective_attention.bench`: arithmetic per second of scattered queries, next to dense causal
+"""`python -m ragkv.evals.kernels.selective_attention`: arithmetic per second of scattered queries, next to dense causal
 attention over the same context (torch's: flash attention on CUDA). Only necessary work is counted: 4·Hq·D for each
 token that a query sees."""
 
@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ragkv.evals.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 from ragkv.kernels.operands import AttentionSpec, PagedKV
-from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 
 BLOCK_SIZE = 16
 

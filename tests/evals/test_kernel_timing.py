@@ -1,4 +1,4 @@
-from ragkv.kernels.timing import table
+from ragkv.evals.kernels.timing import table
 
 
 def test_rows_become_a_table():

@@ -1,14 +1,14 @@
-"""`python -m ragkv.kernels.kv_fuse.bench`: bytes per second of `kv_fuse`, next to a copy of as many."""
+"""`python -m ragkv.evals.kernels.kv_fuse`: bytes per second of `kv_fuse`, next to a copy of as many."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from ragkv.evals.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
 from ragkv.kernels.kv_fuse import Staged
 from ragkv.kernels.operands import PagedKV
 from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
 
 BLOCK_SIZE, CHUNK = 16, 512  # tokens
 

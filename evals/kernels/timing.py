@@ -1,4 +1,4 @@
-"""Measurement for the operators' benches. `python -m ragkv.kernels.timing` makes a table of the rows they print."""
+"""Measurement of the operators' kernels. `python -m ragkv.evals.kernels.timing` makes a table of the rows printed."""
 
 import json
 import sys

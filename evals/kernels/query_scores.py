@@ -1,11 +1,11 @@
-"""`python -m ragkv.kernels.query_scores.bench`: milliseconds of `query_scores`, and per second bytes of keys."""
+"""`python -m ragkv.evals.kernels.query_scores`: milliseconds of `query_scores`, and per second bytes of keys."""
 
 from functools import partial
 
 import torch
 
+from ragkv.evals.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 from ragkv.kernels.operands import AttentionSpec
-from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, HEADS, KV_HEADS, LENGTHS, kernels, measure
 
 QUESTION = 32  # tokens
 

@@ -1,11 +1,11 @@
-"""`python -m ragkv.kernels.kv_deviation.bench`: milliseconds of `kv_deviation`, and bytes per second, where every
+"""`python -m ragkv.evals.kernels.kv_deviation`: milliseconds of `kv_deviation`, and bytes per second, where every
 token of a layer was computed anew."""
 
 from functools import partial
 
 import torch
 
-from ragkv.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
+from ragkv.evals.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
 
 
 def main() -> None:
