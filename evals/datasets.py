@@ -16,6 +16,7 @@ from typing import Any
 from ragkv.errors import ConfigError
 
 _SEED = 20240521
+_NUM_SHORT = 10  # passages
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ def _musique(data: Path) -> Dataset:
     return Dataset("musique", examples, "contains", 32)
 
 
+def _musique_short(data: Path) -> Dataset:
+    """Ten paragraphs, each a chunk as short as search results are: all that a question needs, and others."""
+    examples = []
+    for row in _lines(data / "musique" / "musique_200.jsonl"):
+        paragraphs = sorted(row["paragraphs"], key=lambda p: not p["is_supporting"])[:_NUM_SHORT]
+        chunks = [f"{p['title']}\n{p['paragraph_text']}\n\n" for p in paragraphs]
+        _shuffle(chunks, row["id"])
+        examples.append(Example(row["id"], chunks, row["question"], [row["answer"], *row["answer_aliases"]]))
+    return Dataset("musique_short", examples, "contains", 32)
+
+
 def _musique_s(data: Path) -> Dataset:
     """CacheBlend's own set and protocol: its prompt's wording, F1 over the tokenizer's tokens of the first line."""
     rows = json.loads((data / "musique" / "musique_s.json").read_text())
@@ -99,21 +111,36 @@ def _musique_s(data: Path) -> Dataset:
 
 def _xquad(data: Path) -> Dataset:
     """The five paragraphs of an article and one of the next article; questions go round the articles."""
-    articles = json.loads((data / "xquad" / "xquad.en.json").read_text())["data"]
+    return _xquad_with("xquad", data, lambda own, _, others, turn: [*own, others[0][turn % 5]])
+
+
+def _xquad_apart(data: Path) -> Dataset:
+    """The paragraph that a question is about, and one of each of the next five articles."""
+    return _xquad_with("xquad_apart", data, lambda _, asked, others, turn: [asked, *(o[turn % 5] for o in others)])
+
+
+_Paragraphs = list[dict[str, Any]]
+
+
+def _xquad_with(
+    name: str, data: Path, choose: Callable[[_Paragraphs, dict[str, Any], list[_Paragraphs], int], _Paragraphs]
+) -> Dataset:
+    """choose: given an article's paragraphs, the one asked about, the next five articles' and the turn, those shown."""
+    articles = [a["paragraphs"] for a in json.loads((data / "xquad" / "xquad.en.json").read_text())["data"]]
     examples = []
-    questions = [[qa for p in article["paragraphs"] for qa in p["qas"]] for article in articles]
+    questions = [[(p, qa) for p in paragraphs for qa in p["qas"]] for paragraphs in articles]
     for i, article_questions in enumerate(questions):
         _shuffle(article_questions, str(i))
     for turn in range(max(map(len, questions))):
-        for i, article in enumerate(articles):
+        for i, paragraphs in enumerate(articles):
             if turn >= len(questions[i]):
                 continue
-            qa = questions[i][turn]
-            other = articles[(i + 1) % len(articles)]["paragraphs"][turn % 5]
-            chunks = [f"{p['context']}\n\n" for p in [*article["paragraphs"], other]]
+            asked, qa = questions[i][turn]
+            others = [articles[(i + step) % len(articles)] for step in range(1, 6)]
+            chunks = [f"{p['context']}\n\n" for p in choose(paragraphs, asked, others, turn)]
             _shuffle(chunks, qa["id"])
             examples.append(Example(qa["id"], chunks, qa["question"], [a["text"] for a in qa["answers"]]))
-    return Dataset("xquad", examples, "contains", 32)
+    return Dataset(name, examples, "contains", 32)
 
 
 def _samsum(data: Path) -> Dataset:
@@ -184,7 +211,9 @@ def _shuffle(items: list[Any], key: str) -> None:
 _READERS: dict[str, Callable[[Path], Dataset]] = {
     "musique": _musique,
     "musique_s": _musique_s,
+    "musique_short": _musique_short,
     "xquad": _xquad,
+    "xquad_apart": _xquad_apart,
     "samsum": _samsum,
     "multi_news": _multi_news,
 }

@@ -52,10 +52,17 @@ def read(file: Path, identity: dict[str, Any]) -> dict[tuple[str, str], Row]:
     return rows
 
 
-def summary(rows: Sequence[Row]) -> Row:
+_QUANTILES = {"kl_p50": 50, "kl_p90": 90, "kl_worst": 100}
+_RIGHT = 0.5  # the score of a right answer, at least; `contains` gives 0 or 1
+_FURTHER = 1.1  # times the drift of `none`: more is worse than reusing everything
+
+
+def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
     """Return one arm's means over examples, with 95% bootstrap intervals, and medians of the times.
 
-    Where that says more, they are of differences from full prefill.
+    Where that says more, they are of differences from full prefill. The tail: quantiles of the KL over examples; the
+    share of examples further off than by `unrepaired`, the same examples' rows of policy `none`, by more than a tenth
+    (None without those); and of the answers that full prefill gets right the share that stays right.
     """
 
     def column(name: str) -> npt.NDArray[np.float64]:
@@ -71,6 +78,9 @@ def summary(rows: Sequence[Row]) -> Row:
         times = [row[name] for row in rows if row["ttft_ms"]]
         return round(float(np.median(times)), 1) if times else None
 
+    none_kl = {row["example"]: row["kl"] for row in unrepaired}
+    further = [row["kl"] > _FURTHER * none_kl[row["example"]] for row in rows if row["example"] in none_kl]
+    kept = [row["score"] >= _RIGHT for row in rows if row["score_full"] >= _RIGHT]
     nll, score = column("gold_nll") - column("gold_nll_full"), column("score") - column("score_full")
     return {
         **{name: rows[0][name] for name in _SAME},
@@ -92,4 +102,9 @@ def summary(rows: Sequence[Row]) -> Row:
         "tokens": round(mean(column("tokens"))),
         "ttft_ms": median_of("ttft_ms"),
         "baseline_ttft_ms": median_of("baseline_ttft_ms"),
+        **{name: mean(column(name)) if name in rows[0] else None for name in ("kl_greedy", "kl_gold")},
+        **{name: round(float(np.percentile(column("kl"), p)), 5) for name, p in _QUANTILES.items()},
+        "further_than_none": round(float(np.mean(further)), 4) if further else None,
+        "right_full": len(kept),
+        "right_kept": round(float(np.mean(kept)), 4) if kept else None,
     }

@@ -54,7 +54,9 @@ class Ttft:
 class Quality:
     """Drift from full prefill and task scores by policy, on real data."""
 
-    dataset: str = option("musique, musique_s, xquad, samsum, multi_news, a .jsonl file or HF id.")
+    dataset: str = option(
+        "musique, musique_s, musique_short, xquad, xquad_apart, samsum, multi_news, a .jsonl file or HF id."
+    )
     data: Path | None = option("Folder that holds the named datasets.", None)
     examples: int = option("How many examples, from the first on.", 50, least=1)
     policies: tuple["Arm", ...] = option(

@@ -178,11 +178,16 @@ def faults(rows: Sequence[Row]) -> None:
             out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
 def quality(rows: Sequence[Row]) -> None:
     first = rows[0]
     title = f"{first['dataset']}, {first['examples']} examples: drift from full prefill, with 95% intervals"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in ("policy", "KV", "KL", "", "agree", "gold NLL", first["score_name"], "full", "TTFT", "full"):
+    drift, score = ("KL", "", "p90", "worst", "> none", "agree"), (first["score_name"], "full", "kept")
+    for name in ("policy", "KV", *drift, *score, "TTFT", "full"):
         table.add_column(name, justify="left" if name in ("policy", "KV") else "right", no_wrap=True)
     for row in rows:
         times = (row["ttft_ms"], row["baseline_ttft_ms"])
@@ -191,10 +196,13 @@ def quality(rows: Sequence[Row]) -> None:
             row["kv"],
             f"{row['kl']:.4f}",
             "[dim]{:.4f} to {:.4f}[/]".format(*row["kl_interval"]),
+            f"{row['kl_p90']:.3f}",
+            f"{row['kl_worst']:.3f}",
+            _share(row["further_than_none"]),
             f"{row['agreement']:.3f}",
-            f"{row['gold_nll_difference']:+.3f}",
             f"{row['score']:.3f}",
             f"{row['score_full']:.3f}",
+            _share(row["right_kept"]),
             *(f"{value:,.0f} ms" if value else "-" for value in times),
         )
     out.width = max(out.width, _WIDTH)

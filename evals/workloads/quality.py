@@ -17,6 +17,7 @@ from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Quality
 from ragkv.evals.workloads.quality_bench import QualityBench, Settings, running
+from ragkv.policies import Selection
 
 
 async def run(config: Config, wanted: Quality, progress: Progress) -> AsyncIterator[Row]:
@@ -59,7 +60,9 @@ async def evaluate(
                 done[row["example"], row["arm"]] = row
                 with out.open("a") as file:
                     file.write(json.dumps({**identity, **row}) + "\n")
-    return [quality_rows.summary([{**identity, **done[e.id, arm.label]} for e in examples]) for arm in arms]
+    rows = {arm: [{**identity, **done[e.id, arm.label]} for e in examples] for arm in arms}
+    unrepaired = {arm.kv: rows[arm] for arm in arms if arm.policy.selection == Selection.NONE}
+    return [quality_rows.summary(rows[arm], unrepaired.get(arm.kv, ())) for arm in arms]
 
 
 async def _missing(

@@ -173,9 +173,8 @@ class QualityBench:
         return fused
 
     def _row(self, example: Example, prompt: Prompt, arm: Arm, full: Baseline, fused: Fused) -> Row:
-        kl = np.concatenate(
-            [canary.kl(full.greedy_probs, fused.greedy_probs), canary.kl(full.gold_probs, fused.gold_probs)]
-        )
+        greedy_kl = canary.kl(full.greedy_probs, fused.greedy_probs)
+        gold_kl = canary.kl(full.gold_probs, fused.gold_probs)
         recomputed = sum(end - start for start, end in fused.report.tokens.recomputed_runs)
         row = {
             "example": example.id,
@@ -183,7 +182,9 @@ class QualityBench:
             "policy": arm.policy.name,
             "budget": {"none": 0.0, "full": 1.0}.get(arm.policy.name, arm.policy.budget),
             "kv": arm.kv,
-            "kl": float(kl.mean()),
+            "kl": float(np.concatenate([greedy_kl, gold_kl]).mean()),
+            "kl_greedy": float(greedy_kl.mean()),
+            "kl_gold": float(gold_kl.mean()),
             "agreement": float((fused.greedy_probs.argmax(1) == np.array(full.greedy)).mean()),
             "gold_nll": _nll(fused.gold_probs, full.gold),
             "gold_nll_full": _nll(full.gold_probs, full.gold),

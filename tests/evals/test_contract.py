@@ -100,9 +100,10 @@ def test_rows_of_quality_keep_their_keys():
     measured = ("kl", "agreement", "gold_nll", "gold_nll_full", "score", "score_full", "word_f1", "word_f1_full")
     identity = ("dataset", "model", "dtype", "captures", "codec", "arm", "policy", "budget", "kv", "score_name")
     numbers = dict.fromkeys((*measured, "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"), 1.0)
-    row = quality_rows.summary([{**dict.fromkeys((*identity, "score_ceiling"), "same"), **numbers}] * 2)
+    row = quality_rows.summary([{"example": "1", **dict.fromkeys((*identity, "score_ceiling"), "same"), **numbers}] * 2)
     assert list(row) == [
         *(*identity, "score_ceiling", "anchored", "examples", "kl", "kl_interval", "agreement", "agreement_interval"),
         *("gold_nll", "gold_nll_difference", "gold_nll_interval", "score", "score_full", "score_interval"),
         *("word_f1", "word_f1_full", "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"),
+        *("kl_greedy", "kl_gold", "kl_p50", "kl_p90", "kl_worst", "further_than_none", "right_full", "right_kept"),
     ]

@@ -14,7 +14,10 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="EVALUATION_DATA doesn
 @needs_data
 @pytest.mark.parametrize(
     "name, num_examples, num_chunks",
-    [("musique", 200, 5), ("musique_s", 150, 10), ("xquad", 1190, 6), ("samsum", 818, 10)],
+    [
+        *(("musique", 200, 5), ("musique_s", 150, 10), ("musique_short", 200, 10)),
+        *(("xquad", 1190, 6), ("xquad_apart", 1190, 6), ("samsum", 818, 10)),
+    ],
 )
 def test_named_datasets_are_whole_and_the_same_every_time(name, num_examples, num_chunks):
     found = datasets.load(name, DATA)
@@ -35,7 +38,7 @@ def test_multi_news_is_cut_into_its_articles():
 
 @needs_data
 def test_the_gold_answer_is_there_to_be_found():
-    for name in ("musique", "xquad"):
+    for name in ("musique", "musique_short", "xquad", "xquad_apart"):
         for example in datasets.load(name, DATA).examples[:50]:
             text = "".join(example.chunks).lower()
             assert any(answer.lower() in text for answer in example.answers)

@@ -8,6 +8,7 @@ import pytest
 
 from ragkv.config import Config
 from ragkv.errors import ConfigError
+from ragkv.evals import quality_rows
 from ragkv.evals.arms import Arm
 from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Progress
@@ -64,6 +65,25 @@ def test_rows_sum_up_the_examples(evaluate, tmp_path):
     assert (first["kl"], first["captures"], first["ttft_ms"]) == (1.0, 4, 7.0)
     assert [timed for _, _, timed in bench.evaluated] == [True, False, False]
     assert bench.coming == [[{"1"}, {"2"}], [{"2"}], []]
+
+
+def test_the_tail_is_told_apart_from_the_mean():
+    def rows(kl, score):
+        zeros = dict.fromkeys((*MEASURED, "recomputed_share", "tokens"), 0.0)
+        same = dict.fromkeys((*quality_rows._SAME, "ttft_ms", "baseline_ttft_ms"))
+        scored = zip(kl, score, (1.0, 1.0, 0.0, 1.0), strict=True)
+        return [
+            {**same, **zeros, "example": i, "kl": k, "kl_gold": 2 * k, "kl_greedy": 0.0, "score": s, "score_full": full}
+            for i, (k, s, full) in enumerate(scored)
+        ]
+
+    none, arm = rows([1.0, 1.0, 1.0, 1.0], [1.0] * 4), rows([0.0, 1.05, 1.2, 3.0], [1.0, 0.0, 0.0, 1.0])
+    row = quality_rows.summary(arm, none)
+    assert (row["kl_p50"], row["kl_worst"]) == (1.125, 3.0) and 1.2 < row["kl_p90"] < 3.0
+    assert (row["kl_greedy"], row["kl_gold"]) == (0.0, 2 * row["kl"])
+    assert row["further_than_none"] == 0.5  # those at 1.2 and 3.0; a twentieth more is no difference
+    assert (row["right_full"], row["right_kept"]) == (3, round(2 / 3, 4))
+    assert quality_rows.summary(arm)["further_than_none"] is None
 
 
 def test_only_what_is_missing_is_evaluated(evaluate, tmp_path):
