@@ -9,7 +9,7 @@ from pathlib import Path
 from ragkv.store.base import StoreStats, Verification
 from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
 from ragkv.store.opening import USAGE_NAME, store_errors
-from ragkv.store.record import ChunkKey, CorruptRecordError, check, codec_name, decode
+from ragkv.store.record import ChunkKey, CorruptRecordError, check, decode, read_header
 from ragkv.store.usage import Usage
 
 
@@ -46,7 +46,7 @@ class StoreAdmin:
         with self._errors():
             for _, file in self._files():
                 with suppress(CorruptRecordError):
-                    counts[codec_name(file.read(0))] += len(file.layout.lengths)
+                    counts[read_header(file.read(0)).codec.name] += len(file.layout.lengths)
         return dict(counts)
 
     def verify(self) -> Verification:
@@ -77,7 +77,7 @@ class StoreAdmin:
             problems += [f"chunk {key.chunk_hash}: {count} of {most} layers" for key, count in entries if count < most]
         return Verification(num_records, problems)
 
-    def records(self, key: ChunkKey) -> list[bytes] | None:
+    def records(self, key: ChunkKey) -> list[memoryview] | None:
         """Return an entry's records as they are in the file, checked; None if it isn't stored.
 
         Raises CorruptRecordError for bytes that don't verify.

@@ -20,7 +20,7 @@ from ragkv.store.eviction import Hint
 from ragkv.store.memory import Staging
 from ragkv.store.opening import open_folder, store_errors
 from ragkv.store.pool import Pool
-from ragkv.store.record import ChunkKey, LayerKV, check, encode, record_bytes, tokens_in
+from ragkv.store.record import ChunkKey, LayerKV, check, encode, read_header, record_bytes
 from ragkv.store.snapshot import DiskSnapshot
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class DiskStore:
                         if has_room:
                             files[key] = self.entries.write(key, records)
                         # Without room it is as if it had been stored and evicted: it is precomputed when it is missed.
-                        self._usage.put(key, size_bytes, cost=tokens_in(records[0]), stored=has_room)
+                        self._usage.put(key, size_bytes, cost=read_header(records[0]).shape[1], stored=has_room)
                 with self._usage.writing():
                     self.entries.publish({key: file for key, file in files.items() if self._usage.knows(key)})
             finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ragkv.errors import StoreError
 from ragkv.store.entries import EntryFolder, entry_bytes
-from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, tokens_in
+from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, read_header
 from ragkv.store.usage import Usage, is_damage
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,9 @@ def _fill(usage: Usage, entries: EntryFolder) -> None:
                 if (file := entries.open(key)) is None:
                     continue
                 with closing(file):
-                    usage.put(key, entry_bytes(file.layout.lengths), cost=tokens_in(file.read(0)), stored=True)
+                    usage.put(
+                        key, entry_bytes(file.layout.lengths), cost=read_header(file.read(0)).shape[1], stored=True
+                    )
             except CorruptRecordError as error:
                 logger.warning("chunk %s is deleted: %s", key.chunk_hash, error)
                 entries.delete([key])
