@@ -169,8 +169,8 @@ import os, signal, sys
 from ragkv.retriever.catalog import Catalog
 catalog = Catalog(sys.argv[1])
 assert catalog.delete_document("b")
-with catalog._transaction() as db:
-    db.execute("DELETE FROM documents")
+with catalog._writing() as run:
+    run("DELETE FROM documents")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
