@@ -13,11 +13,10 @@ from ragkv.engine.engine import Engine
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder, Reranker
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
-from ragkv.retriever.reranker import Reranker
-from ragkv.retriever.retriever import Retriever
+from ragkv.retriever.retriever import Retriever, Scores
 
 if TYPE_CHECKING:
     from ragkv.retriever.keywords import KeywordIndex
@@ -61,9 +60,9 @@ class Workspace:
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
-        self._reranker: Reranker | None = None
+        self._scores: Scores | None = None
         if config.retrieval.reranker is not None:
-            self._reranker = Reranker(models.resolve(config.retrieval.reranker, self.home.path))
+            self._scores = Reranker(models.resolve(config.retrieval.reranker, self.home.path)).scores
         self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
@@ -78,8 +77,8 @@ class Workspace:
 
     def retriever(self, corpus: Corpus) -> Retriever:
         """Make a retriever. Each user needs its own, since it remembers questions."""
-        candidates = self.config.retrieval.candidates
-        return Retriever(corpus.catalog, corpus.index, self.embedder, corpus.keywords, self._reranker, candidates)
+        embed, candidates = self.embedder.embed_question, self.config.retrieval.candidates
+        return Retriever(corpus.catalog, corpus.index, embed, corpus.keywords, self._scores, candidates)
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, unless it is running, and return it."""

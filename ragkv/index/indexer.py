@@ -18,7 +18,7 @@ from ragkv.index.deletion import Deletion, delete_for_good
 from ragkv.index.ingestion import IngestProgress, IngestReport, PrefillProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
-from ragkv.retriever.embedder import Vectors
+from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.neighbours import nearest
 from ragkv.store.eviction import Hint
