@@ -29,9 +29,8 @@ from ragkv.index.indexer import Indexer
 from ragkv.index.ingestion import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.routing import Request, Router
-from ragkv.search import Search
 from ragkv.store.eviction import Hint
-from ragkv.workspace import Workspace
+from ragkv.workspace import Search, Workspace
 
 logger = logging.getLogger(__name__)
 
