@@ -4,7 +4,7 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import IngestProgress, IngestReport, PrefillProgress, Scan, Work, batches
+from ragkv.index.ingestion import IngestProgress, IngestReport, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.neighbours import nearest
+from ragkv.retriever.index import nearest
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
 
@@ -36,10 +36,9 @@ class Indexer:
 
     async def scan_files(self, paths: Sequence[Path], progress: Callable[[IngestProgress], None]) -> Scan:
         """Read these files and folders, and chunk the documents that are new or changed."""
-        scan = Scan()
         files = find_files(paths)
-        scan.files |= {str(file.resolve()) for file in files}
-        await asyncio.to_thread(self._load, files, scan, progress)
+        scan = Scan(files={str(file.resolve()) for file in files})
+        await asyncio.to_thread(self._consider, _loaded(files, scan, progress), scan)
         scan.missing = self._missing(paths, scan)
         return scan
 
@@ -56,7 +55,8 @@ class Indexer:
         """
         with self._workspace.home.indexing():
             scan = Scan()
-            await asyncio.to_thread(self._consider_all, documents, scan)
+            await asyncio.to_thread(self._consider, documents, scan)
+            scan.files = set(map(source_file, scan.documents))
             await self.precompute(scan, progress, is_withdrawn)
             ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
@@ -85,64 +85,51 @@ class Indexer:
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
-        total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
-        prefill = PrefillProgress(progress, total)
+        scan.total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
         for batch in batches(scan.work):
             async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
-                    await self._ingest_batch(batch, scan.report, prefill, is_withdrawn)
+                    await self._ingest_batch(batch, scan, progress, is_withdrawn)
                 finally:
                     self._in_work, self._precomputed = set(), set()
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
         """Remove the missing documents and the KV that nothing uses, and apply the hint."""
-        report = scan.report
+        store = self._workspace.store
 
         def finish() -> None:
-            hashes = self._catalog.chunk_hashes_of(scan.missing)
+            unused = self._catalog.chunk_hashes_of(scan.missing)
             for id in scan.missing:
                 self._catalog.delete_document(id)
-            report.documents_removed += len(scan.missing)
-            report.chunks_deleted += self._forget(hashes) + self._collect_garbage()
+            unused |= set(store.chunk_hashes(evicted=True))  # an interrupted run may have left some without a document
+            unused -= self._workspace.home.chunk_hashes() | {self._workspace.anchor_hash}
+            if unused:
+                store.delete(unused)
+            scan.report.documents_removed += len(scan.missing)
+            scan.report.chunks_deleted += len(unused)
             if hint is not None:
-                self._workspace.store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
+                store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
 
         async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
 
-    def _load(self, files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> None:
-        stored = self._stored(self._workspace.anchor_hash)
-        for done, file in enumerate(files):
-            progress(IngestProgress("load", done, len(files), file.name))
-            for document in load_file(file):
-                if isinstance(document, DocumentError):
-                    scan.report.rejected.append(document)
-                    scan.rejected.add(str(file.resolve()))
-                else:
-                    self._consider(document, stored, scan)
-        progress(IngestProgress("load", len(files), len(files), ""))
-
-    def _consider_all(self, documents: Iterable[Document], scan: Scan) -> None:
+    def _consider(self, documents: Iterable[Document], scan: Scan) -> None:
+        """Chunk the documents, but those that the catalogue has as they are."""
         stored = self._stored(self._workspace.anchor_hash)
         for document in documents:
-            scan.files.add(source_file(document.id))
-            self._consider(document, stored, scan)
-
-    def _consider(self, document: Document, stored: set[str], scan: Scan) -> None:
-        """Chunk the document, unless the catalogue has it as it is."""
-        scan.documents.add(document.id)
-        if self._is_current(document, stored):
-            scan.report.documents_unchanged += 1
-            return
-        try:
-            scan.work.append(Work(document, self._workspace.chunker.split(document)))
-        except DocumentError as error:
-            scan.report.rejected.append(error)
-            return
-        is_new = self._catalog.document_digest(document.id) is None
-        scan.report.documents_new += is_new
-        scan.report.documents_changed += not is_new
+            scan.documents.add(document.id)
+            if self._is_current(document, stored):
+                scan.report.documents_unchanged += 1
+                continue
+            try:
+                scan.work.append(Work(document, self._workspace.chunker.split(document)))
+            except DocumentError as error:
+                scan.report.rejected.append(error)
+                continue
+            is_new = self._catalog.document_digest(document.id) is None
+            scan.report.documents_new += is_new
+            scan.report.documents_changed += not is_new
 
     def _is_current(self, document: Document, stored: set[str]) -> bool:
         """Return whether the catalogue has the document as it is, and `stored` all of its chunks."""
@@ -187,8 +174,8 @@ class Indexer:
     async def _ingest_batch(
         self,
         batch: Sequence[Work],
-        report: IngestReport,
-        prefill: PrefillProgress,
+        scan: Scan,
+        progress: Callable[[IngestProgress], None],
         is_withdrawn: Callable[[str], bool],
     ) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
@@ -198,7 +185,7 @@ class Indexer:
         vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
         hashes = [chunk_hash(chunk.token_ids, catalog.scope) for chunk in chunks]
         self._precomputed = set(hashes)
-        end_of_batch = prefill.done + self._settings.num_contexts * len(chunks)
+        end_of_batch = scan.done + self._settings.num_contexts * len(chunks)
         if self._workspace.fuses:
             title_of = dict(zip(hashes, titles, strict=True))
             tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
@@ -206,19 +193,20 @@ class Indexer:
             others = await asyncio.to_thread(self._others, kv, tokens, hashes, vectors)
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
-                prefill.advance_to(prefill.done + num_contexts, title_of[chunk_hash])
+                scan.done += num_contexts
+                progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
 
-            report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
-        prefill.advance_to(end_of_batch)
+            scan.report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
+        scan.done = end_of_batch
+        progress(IngestProgress("prefill", scan.done, scan.total, ""))
         start = 0
         for item in batch:
-            document, old, end = item.document, catalog.chunk_hashes_of([item.document.id]), start + len(item.chunks)
-            if is_withdrawn(document.id):
-                report.chunks_deleted += self._forget(hashes[start:end])
-            else:
-                digest = self._document_digest(document)
+            document, end = item.document, start + len(item.chunks)
+            unused = set(hashes[start:end])
+            if not is_withdrawn(document.id):
+                digest, unused = self._document_digest(document), catalog.chunk_hashes_of([document.id])
                 catalog.put_document(document.id, document.title, digest, item.chunks, vectors[start:end])
-                report.chunks_deleted += self._forget(old)
+            scan.report.chunks_deleted += self._forget(unused)
             start = end
 
     def _others(
@@ -253,17 +241,6 @@ class Indexer:
             self._workspace.store.delete(unused)
         return len(unused)
 
-    def _collect_garbage(self) -> int:
-        """Delete KV that an interrupted run left without a document."""
-        orphans = (
-            set(self._workspace.store.chunk_hashes(evicted=True))
-            - self._workspace.home.chunk_hashes()
-            - {self._workspace.anchor_hash}
-        )
-        if orphans:
-            self._workspace.store.delete(orphans)
-        return len(orphans)
-
     async def _precompute_anchor(self) -> None:
         engine = await self._workspace.start()
         if self._workspace.fuses:
@@ -286,3 +263,16 @@ class Indexer:
         others = await asyncio.to_thread(self._others, kv, chunks, [chunk_hash], vectors)
         await kv.precompute(engine, self._workspace.store, chunks, others)
         return not self._forget([chunk_hash])  # the document may have been deleted meanwhile
+
+
+def _loaded(files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> Iterator[Document]:
+    """Yield the documents of these files; enters what can't be indexed into the scan."""
+    for done, file in enumerate(files):
+        progress(IngestProgress("load", done, len(files), file.name))
+        for document in load_file(file):
+            if isinstance(document, Document):
+                yield document
+            else:
+                scan.report.rejected.append(document)
+                scan.rejected.add(str(file.resolve()))
+    progress(IngestProgress("load", len(files), len(files), ""))

@@ -1,6 +1,6 @@
 """The data of an ingest: the scan of its documents, the work that is left, its progress and its report."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ragkv.errors import DocumentError
@@ -49,7 +49,8 @@ class Scan:
     """What was read, and what is left to do.
 
     files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
-    work: the documents to index. missing: ids of indexed documents whose files no longer have them.
+    work: the documents to index. missing: ids of indexed documents whose files no longer have them. done, total: pairs
+    (chunk, context) of the work.
     """
 
     files: set[str] = field(default_factory=set)
@@ -57,20 +58,9 @@ class Scan:
     documents: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    report: IngestReport = field(default_factory=IngestReport)
-
-
-@dataclass
-class PrefillProgress:
-    """A counter over all batches of an ingest, which reports each advance."""
-
-    report: Callable[[IngestProgress], None]
-    total: int
+    total: int = 0
     done: int = 0
-
-    def advance_to(self, done: int, item: str = "") -> None:
-        self.done = done
-        self.report(IngestProgress("prefill", done, self.total, item))
+    report: IngestReport = field(default_factory=IngestReport)
 
 
 def batches(work: Sequence[Work]) -> Iterable[list[Work]]:
