@@ -8,6 +8,9 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -238,9 +241,14 @@ def read_sources(config_file: Path | None = None, **flags: Any) -> dict[str, dic
     }
 
 
-def origin(path: Sequence[str], sources: Mapping[str, dict[str, Any]]) -> str | None:
+def origin(path: Sequence[str], sources: Mapping[str, Any]) -> str | None:
     """Return which of `sources` a setting is from, None if none sets it."""
-    return next((where for where in reversed([*sources]) if _has(sources[where], path)), None)
+    found = None
+    for where, source in sources.items():
+        with suppress(KeyError, TypeError):
+            reduce(getitem, path, source)
+            found = where
+    return found
 
 
 def setting_fields() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
@@ -298,16 +306,8 @@ def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _problem(detail: ErrorDetails, sources: Mapping[str, dict[str, Any]]) -> str:
     """Describe a problem in one line: the setting, its value, where it was set, and what is wrong with it."""
     path = [str(part) for part in detail["loc"]]
-    where = [source] if (source := origin(path, sources)) else []
+    where = f" {source}" if (source := origin(path, sources)) else ""
     if detail["type"] == "extra_forbidden":
         siblings = [known[-1] for known, _ in setting_fields() if list(known[:-1]) == path[:-1]]
-        return " ".join([f"unknown setting {'.'.join(path)}", *where]) + f"; choose from {', '.join(siblings)}"
-    return " ".join([f"{'.'.join(path)} = {detail['input']!r}", *where]) + f": {detail['msg']}"
-
-
-def _has(source: Any, path: Sequence[str]) -> bool:
-    for part in path:
-        if not isinstance(source, dict) or part not in source:
-            return False
-        source = source[part]
-    return True
+        return f"unknown setting {'.'.join(path)}{where}; choose from {', '.join(siblings)}"
+    return f"{'.'.join(path)} = {detail['input']!r}{where}: {detail['msg']}"

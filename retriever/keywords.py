@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,17 +33,11 @@ def words(text: str) -> list[str]:
     for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
         if word.isascii():  # six times as fast as looking for runs in all of them
             found.append(word)
-        else:
-            found.extend(_parts(word))
+            continue
+        for run in _RUN.finditer(word):
+            is_long = run["unspaced"] and len(run[0]) > 2
+            found += [a + b for a, b in pairwise(run[0])] if is_long else [run[0]]
     return found
-
-
-def _parts(word: str) -> Iterator[str]:
-    for run in _RUN.finditer(word):
-        if run["unspaced"] and len(run[0]) > 2:
-            yield from (a + b for a, b in pairwise(run[0]))
-        else:
-            yield run[0]
 
 
 @dataclass(frozen=True)

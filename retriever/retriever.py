@@ -71,7 +71,8 @@ class Retriever:
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
         asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
-        vector = self._direction(asked)
+        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
+        vector: Vector = mean / np.linalg.norm(mean)
         depth = top_k if self._keywords is None and self._scores is None else max(top_k, self._candidates)
         hits = self._distinct(partial(self._index.search, vector), depth)
         if self._keywords is not None:
@@ -80,12 +81,6 @@ class Retriever:
             best = np.argsort(-self._scores(question, [hit.chunk.text for hit in hits]), kind="stable")
             hits = [hits[i] for i in best]
         return hits[:top_k]
-
-    def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
-        """Return the unit vector of the questions' weighted mean."""
-        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
-        unit: Vector = mean / np.linalg.norm(mean)
-        return unit
 
     def _with_words(
         self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int

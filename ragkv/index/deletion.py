@@ -119,19 +119,16 @@ def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[C
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
     contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
-
-    def reason(key: ChunkKey) -> str | None:
-        is_anchor = key.anchor_hash == ROOT_HASH
-        if not is_anchor and key.chunk_hash not in hashes:
-            return NO_DOCUMENT
-        if key.fingerprint != fingerprint:
-            return OTHER_MODEL
-        if contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
-            return OTHER_CONTEXT
-        return None
-
     garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
     for key, size in store.admin.sizes().items():
-        if why := reason(key):
-            garbage[why][key] = size
+        is_anchor = key.anchor_hash == ROOT_HASH
+        if not is_anchor and key.chunk_hash not in hashes:
+            reason = NO_DOCUMENT
+        elif key.fingerprint != fingerprint:
+            reason = OTHER_MODEL
+        elif contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
+            reason = OTHER_CONTEXT
+        else:
+            continue
+        garbage[reason][key] = size
     return garbage
