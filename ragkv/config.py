@@ -41,9 +41,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The generator, served by vLLM."""
 
-    name: str = Field(
-        EMBEDDED_MODEL, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_MODEL!r}"
-    )
+    name: str = EMBEDDED_MODEL
+    """Local folder, Hugging Face id, or the embedded model, which is the default"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", validate_default=True)
     """Computation and KV dtype; auto: bfloat16, but float32 on a CPU without bfloat16 instructions, where that is about
     3 times as fast"""
@@ -64,9 +63,8 @@ class ModelConfig(Section):
 class IndexConfig(Section):
     """How documents become chunks and vectors."""
 
-    embedder: str = Field(
-        EMBEDDED_EMBEDDER, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_EMBEDDER!r}"
-    )
+    embedder: str = EMBEDDED_EMBEDDER
+    """Local folder, Hugging Face id, or the embedded model, which is the default"""
     chunk_tokens: int = Field(512, ge=16, le=8192, description="Largest chunk, in the generator's tokens")
     chunk_overlap: int = Field(0, ge=0)
     """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""

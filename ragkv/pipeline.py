@@ -109,7 +109,7 @@ class Pipeline:
         """
         with self.workspace.home.indexing():
             scan = await self.indexer.scan_files(paths, progress)
-            await self.indexer.precompute(scan, progress)
+            await self.indexer.precompute(scan)
             await self.indexer.finish(scan, hint)
             return scan.report
 

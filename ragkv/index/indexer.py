@@ -15,7 +15,7 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import IngestProgress, IngestReport, Scan, Work, batches
+from ragkv.index.ingestion import IngestProgress, IngestReport, ReportProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.encoders import Vectors
@@ -34,30 +34,30 @@ class Indexer:
         self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
         self._precomputed: set[str] = set()  # hashes of these chunks
 
-    async def scan_files(self, paths: Sequence[Path], progress: Callable[[IngestProgress], None]) -> Scan:
+    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress) -> Scan:
         """Read these files and folders, and chunk the documents that are new or changed."""
         files = find_files(paths)
-        scan = Scan(files={str(file.resolve()) for file in files})
-        await asyncio.to_thread(self._consider, _loaded(files, scan, progress), scan)
+        scan = Scan(progress, files={str(file.resolve()) for file in files})
+        await asyncio.to_thread(self._consider, _loaded(files, scan), scan)
         scan.missing = self._missing(paths, scan)
         return scan
 
     async def ingest_documents(
         self,
         documents: Iterable[Document],
-        progress: Callable[[IngestProgress], None] = lambda step: None,
-        hint: Hint | None = None,
-        is_withdrawn: Callable[[str], bool] = lambda id: False,
+        progress: ReportProgress,
+        hint: Hint | None,
+        is_withdrawn: Callable[[str], bool],
     ) -> IngestReport:
         """Index documents that were read already, and remove other documents of the same files.
 
         is_withdrawn: called with a document's id just before the document is entered into the catalogue.
         """
         with self._workspace.home.indexing():
-            scan = Scan()
+            scan = Scan(progress, is_withdrawn)
             await asyncio.to_thread(self._consider, documents, scan)
             scan.files = set(map(source_file, scan.documents))
-            await self.precompute(scan, progress, is_withdrawn)
+            await self.precompute(scan)
             ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
             await self.finish(scan, hint)
@@ -73,12 +73,7 @@ class Indexer:
                 store, kept = self._workspace.store, set(self._precomputed)
                 return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
 
-    async def precompute(
-        self,
-        scan: Scan,
-        progress: Callable[[IngestProgress], None],
-        is_withdrawn: Callable[[str], bool] = lambda id: False,
-    ) -> None:
+    async def precompute(self, scan: Scan) -> None:
         """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
         self._workspace.home.claim(self._catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
@@ -90,7 +85,7 @@ class Indexer:
             async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
-                    await self._ingest_batch(batch, scan, progress, is_withdrawn)
+                    await self._ingest_batch(batch, scan)
                 finally:
                     self._in_work, self._precomputed = set(), set()
 
@@ -150,10 +145,8 @@ class Indexer:
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         stored = self._stored(self._workspace.anchor_hash)
-        documents = (document for file in find_files(paths) for document in load_file(file))
-        return self._anchor_is_missing() or any(
-            isinstance(document, Document) and not self._is_current(document, stored) for document in documents
-        )
+        documents = _loaded(find_files(paths), Scan())
+        return self._anchor_is_missing() or any(not self._is_current(document, stored) for document in documents)
 
     def _anchor_is_missing(self) -> bool:
         return (
@@ -171,13 +164,7 @@ class Indexer:
         keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
         return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == context}
 
-    async def _ingest_batch(
-        self,
-        batch: Sequence[Work],
-        scan: Scan,
-        progress: Callable[[IngestProgress], None],
-        is_withdrawn: Callable[[str], bool],
-    ) -> None:
+    async def _ingest_batch(self, batch: Sequence[Work], scan: Scan) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
         engine, catalog = await self._workspace.start(), self._catalog
         chunks = [chunk for item in batch for chunk in item.chunks]
@@ -194,16 +181,16 @@ class Indexer:
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
                 scan.done += num_contexts
-                progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
+                scan.progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
 
             scan.report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
         scan.done = end_of_batch
-        progress(IngestProgress("prefill", scan.done, scan.total, ""))
+        scan.progress(IngestProgress("prefill", scan.done, scan.total, ""))
         start = 0
         for item in batch:
             document, end = item.document, start + len(item.chunks)
             unused = set(hashes[start:end])
-            if not is_withdrawn(document.id):
+            if not scan.is_withdrawn(document.id):
                 digest, unused = self._document_digest(document), catalog.chunk_hashes_of([document.id])
                 catalog.put_document(document.id, document.title, digest, item.chunks, vectors[start:end])
             scan.report.chunks_deleted += self._forget(unused)
@@ -265,14 +252,14 @@ class Indexer:
         return not self._forget([chunk_hash])  # the document may have been deleted meanwhile
 
 
-def _loaded(files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> Iterator[Document]:
+def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
     """Yield the documents of these files; enters what can't be indexed into the scan."""
     for done, file in enumerate(files):
-        progress(IngestProgress("load", done, len(files), file.name))
+        scan.progress(IngestProgress("load", done, len(files), file.name))
         for document in load_file(file):
             if isinstance(document, Document):
                 yield document
             else:
                 scan.report.rejected.append(document)
                 scan.rejected.add(str(file.resolve()))
-    progress(IngestProgress("load", len(files), len(files), ""))
+    scan.progress(IngestProgress("load", len(files), len(files), ""))

@@ -1,6 +1,6 @@
 """The data of an ingest: the scan of its documents, the work that is left, its progress and its report."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ragkv.errors import DocumentError
@@ -21,6 +21,9 @@ class IngestProgress:
     done: int
     total: int
     item: str
+
+
+ReportProgress = Callable[[IngestProgress], None]
 
 
 @dataclass
@@ -46,13 +49,16 @@ class Work:
 
 @dataclass
 class Scan:
-    """What was read, and what is left to do.
+    """What was read, what is left to do, and who is told of the progress.
 
+    is_withdrawn: whether a document, by its id, is not to be indexed any more.
     files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
     work: the documents to index. missing: ids of indexed documents whose files no longer have them. done, total: pairs
     (chunk, context) of the work.
     """
 
+    progress: ReportProgress = lambda step: None
+    is_withdrawn: Callable[[str], bool] = lambda id: False
     files: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
