@@ -25,8 +25,7 @@ from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
 from ragkv.generation import Generation, origins_of
-from ragkv.index.indexer import Indexer
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.routing import Request, Router
 from ragkv.store.eviction import Hint

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ragkv import models
 from ragkv.answer import Source
@@ -17,10 +16,8 @@ from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.encoders import Embedder, Reranker
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.retriever.keywords import KeywordIndex
 from ragkv.retriever.retriever import Hit, Retriever, Scores, merged
-
-if TYPE_CHECKING:
-    from ragkv.retriever.keywords import KeywordIndex
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 logger = logging.getLogger(__name__)
@@ -33,11 +30,7 @@ class Corpus:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
         self.index = VectorIndex(self.catalog)
-        self.keywords: KeywordIndex | None = None
-        if config.mode == "hybrid":
-            from ragkv.retriever import keywords  # its library takes a second to import
-
-            self.keywords = keywords.KeywordIndex(self.catalog)
+        self.keywords = KeywordIndex(self.catalog) if config.mode == "hybrid" else None
 
 
 class Workspace:

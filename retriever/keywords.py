@@ -10,14 +10,12 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-import bm25s
 import numpy as np
 import regex
 
 from ragkv.retriever.catalog import Catalog
-
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
 
 BATCH = 4096  # texts read from the catalogue at a time
 
@@ -45,7 +43,7 @@ class _Built:
     """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) over the chunks `ids`, in this order."""
 
     ids: list[int]
-    scores: bm25s.BM25
+    scores: Any  # bm25s.BM25
 
 
 class KeywordIndex:
@@ -56,6 +54,9 @@ class KeywordIndex:
     """
 
     def __init__(self, catalog: Catalog) -> None:
+        import bm25s  # takes a second: only whoever searches by words waits for it, and not with the first question
+
+        logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # it turns its own debugging on
         self._catalog = catalog
         self._syncing = threading.Lock()
         self._revision = -1
@@ -112,6 +113,8 @@ class KeywordIndex:
 
 
 def _build(words_of: dict[int, list[str]]) -> _Built:
+    import bm25s
+
     having = {id: words_of[id] for id in sorted(words_of) if words_of[id]}
     scores = bm25s.BM25()
     if having:  # bm25s can't take the mean length of nothing

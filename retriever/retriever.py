@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,7 @@ import numpy.typing as npt
 from ragkv.errors import ConfigError
 from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.index import VectorIndex
-
-if TYPE_CHECKING:
-    from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.keywords import KeywordIndex
 
 _EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log/2026-11.md
 _NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
@@ -50,7 +47,7 @@ class Retriever:
         catalog: Catalog,
         index: VectorIndex,
         embed: Callable[[str], Vector],
-        keywords: "KeywordIndex | None" = None,
+        keywords: KeywordIndex | None = None,
         scores: Scores | None = None,
         candidates: int = 50,
     ) -> None:
@@ -83,7 +80,7 @@ class Retriever:
         return hits[:top_k]
 
     def _with_words(
-        self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
+        self, keywords: KeywordIndex, asked: Sequence[tuple[str, float]], vector: Vector, count: int
     ) -> list[Hit]:
         found = self._distinct(partial(keywords.search, asked), count)
         ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)

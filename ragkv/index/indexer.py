@@ -6,6 +6,7 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -15,14 +16,75 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import IngestProgress, IngestReport, ReportProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
+from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import nearest
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
+
+_DOCUMENT_BATCH_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs.
+
+    item: the file's name or the document's title; "" where it is none in particular.
+    """
+
+    stage: str
+    done: int
+    total: int
+    item: str
+
+
+ReportProgress = Callable[[IngestProgress], None]
+
+
+@dataclass
+class IngestReport:
+    """The result of an ingest. `rejected` documents are not indexed; what was indexed of them before is kept."""
+
+    documents_new: int = 0
+    documents_changed: int = 0
+    documents_unchanged: int = 0
+    documents_removed: int = 0
+    chunks_prefilled: int = 0
+    chunks_deleted: int = 0
+    rejected: list[DocumentError] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A document to index: it is new or changed, or chunks of it have no KV."""
+
+    document: Document
+    chunks: list[ChunkText]
+
+
+@dataclass
+class Scan:
+    """What was read, what is left to do, and who is told of the progress.
+
+    is_withdrawn: whether a document, by its id, is not to be indexed any more.
+    files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
+    work: the documents to index. missing: ids of indexed documents whose files no longer have them. done, total: pairs
+    (chunk, context) of the work.
+    """
+
+    progress: ReportProgress = lambda step: None
+    is_withdrawn: Callable[[str], bool] = lambda id: False
+    files: set[str] = field(default_factory=set)
+    rejected: set[str] = field(default_factory=set)
+    documents: set[str] = field(default_factory=set)
+    work: list[Work] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    total: int = 0
+    done: int = 0
+    report: IngestReport = field(default_factory=IngestReport)
 
 
 class Indexer:
@@ -81,7 +143,7 @@ class Indexer:
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
         scan.total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
-        for batch in batches(scan.work):
+        for batch in _batches(scan.work):
             async with self._workspace.precomputing:
                 self._in_work = {item.document.id for item in batch}
                 try:
@@ -263,3 +325,15 @@ def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
                 scan.report.rejected.append(document)
                 scan.rejected.add(str(file.resolve()))
     scan.progress(IngestProgress("load", len(files), len(files), ""))
+
+
+def _batches(work: Sequence[Work]) -> Iterable[list[Work]]:
+    """Yield whole documents in batches of at least 64 chunks; an interruption costs no more than the batch in work."""
+    batch: list[Work] = []
+    for item in work:
+        batch.append(item)
+        if sum(len(member.chunks) for member in batch) >= _DOCUMENT_BATCH_CHUNKS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
