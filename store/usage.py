@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 
 from ragkv.files import Database
@@ -42,6 +42,7 @@ class Usage:
         self._counts: Counter[bytes] = Counter()  # not yet in the table
         self._written_at = time.monotonic()
         self._reader, self._writer = Database(file), Database(file)  # two, so that no reading waits for a writer
+        self.writing = self._writer.writing  # of entry files too
         try:
             for database in (self._reader, self._writer):
                 database.make_durable()
@@ -61,10 +62,6 @@ class Usage:
         problems = [row[0] for row in self._reader.run("pragma integrity_check")]
         if schema != [(statement,) for statement in _SCHEMA] or problems != ["ok"]:
             raise sqlite3.DatabaseError("; ".join(map(str, problems[:3])))
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Be the one writer of all processes, of entry files too; commit at the end what was changed inside."""
-        return self._writer.writing()
 
     # Inside `writing`
 
