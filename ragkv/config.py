@@ -175,7 +175,6 @@ class Config(BaseSettings):
         env_ignore_empty=True,
         extra="forbid",
         frozen=True,
-        nested_model_default_partial_update=True,
         use_attribute_docstrings=True,
     )
 

@@ -17,17 +17,6 @@ log = logging.getLogger(__name__)
 Vectors = npt.NDArray[np.float32]
 
 
-class _Thread:
-    """Calls a model, for all threads: fast tokenizers refuse to be used by two, and torch keeps memory and threads for
-    each that computes."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ragkv-encode")
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self._pool.submit(function, *arguments, **options).result()
-
-
 class Embedder:
     """An embedding model on `device` ("cpu", "cuda"; the best one by default), usable from many threads.
 
@@ -39,7 +28,7 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
 
             self._model = SentenceTransformer(str(folder), device=device)
-        self._run, self._batch_size = _Thread(), batch_size
+        self._run, self._batch_size = _in_one_thread(), batch_size
         self._window = self._measure_window()
         self.dimension = int(self._encode(["dimension"]).shape[1])
 
@@ -121,7 +110,7 @@ class Reranker:
             raise ModelError(
                 f"the reranker {name!r} gives {self._model.num_labels} numbers for a pair, not one; {remedy}"
             )
-        self._run, self._batch_size = _Thread(), batch_size
+        self._run, self._batch_size = _in_one_thread(), batch_size
 
     def scores(self, question: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Return scores `[n]`, one for each text, higher for a better answer to the question; their scale is any.
@@ -141,6 +130,12 @@ class Reranker:
         if not np.isfinite(scores).all():
             raise ModelError(f"the reranker {self._name!r} gave a score that is no number; choose another reranker")
         return scores
+
+
+def _in_one_thread() -> Callable[..., Any]:
+    """Return a caller of functions: fast tokenizers refuse two threads, torch keeps memory and threads for each."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="ragkv-encode")
+    return lambda function, *arguments, **options: pool.submit(function, *arguments, **options).result()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class IngestProgress:
 
 
 ReportProgress = Callable[[IngestProgress], None]
+Work = tuple[Document, list[ChunkText]]  # a document that is new or changed, or chunks of it have no KV
 
 
 @dataclass
@@ -55,14 +56,6 @@ class IngestReport:
     chunks_prefilled: int = 0
     chunks_deleted: int = 0
     rejected: list[DocumentError] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A document to index: it is new or changed, or chunks of it have no KV."""
-
-    document: Document
-    chunks: list[ChunkText]
 
 
 @dataclass
@@ -142,10 +135,10 @@ class Indexer:
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
-        scan.total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
+        scan.total = self._settings.num_contexts * sum(len(chunks) for _, chunks in scan.work)
         for batch in _batches(scan.work):
             async with self._workspace.precomputing:
-                self._in_work = {item.document.id for item in batch}
+                self._in_work = {document.id for document, _ in batch}
                 try:
                     await self._ingest_batch(batch, scan)
                 finally:
@@ -180,7 +173,7 @@ class Indexer:
                 scan.report.documents_unchanged += 1
                 continue
             try:
-                scan.work.append(Work(document, self._workspace.chunker.split(document)))
+                scan.work.append((document, self._workspace.chunker.split(document)))
             except DocumentError as error:
                 scan.report.rejected.append(error)
                 continue
@@ -229,8 +222,8 @@ class Indexer:
     async def _ingest_batch(self, batch: Sequence[Work], scan: Scan) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
         engine, catalog = await self._workspace.start(), self._catalog
-        chunks = [chunk for item in batch for chunk in item.chunks]
-        titles = [item.document.title for item in batch for _ in item.chunks]
+        chunks = [chunk for _, of_document in batch for chunk in of_document]
+        titles = [document.title for document, of_document in batch for _ in of_document]
         vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
         hashes = [chunk_hash(chunk.token_ids, catalog.scope) for chunk in chunks]
         self._precomputed = set(hashes)
@@ -249,12 +242,12 @@ class Indexer:
         scan.done = end_of_batch
         scan.progress(IngestProgress("prefill", scan.done, scan.total, ""))
         start = 0
-        for item in batch:
-            document, end = item.document, start + len(item.chunks)
+        for document, of_document in batch:
+            end = start + len(of_document)
             unused = set(hashes[start:end])
             if not scan.is_withdrawn(document.id):
                 digest, unused = self._document_digest(document), catalog.chunk_hashes_of([document.id])
-                catalog.put_document(document.id, document.title, digest, item.chunks, vectors[start:end])
+                catalog.put_document(document.id, document.title, digest, of_document, vectors[start:end])
             scan.report.chunks_deleted += self._forget(unused)
             start = end
 
@@ -332,7 +325,7 @@ def _batches(work: Sequence[Work]) -> Iterable[list[Work]]:
     batch: list[Work] = []
     for item in work:
         batch.append(item)
-        if sum(len(member.chunks) for member in batch) >= _DOCUMENT_BATCH_CHUNKS:
+        if sum(len(chunks) for _, chunks in batch) >= _DOCUMENT_BATCH_CHUNKS:
             yield batch
             batch = []
     if batch:
