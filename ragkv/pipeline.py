@@ -25,13 +25,11 @@ from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
 from ragkv.generation import Generation, origins_of
-from ragkv.index.indexer import Indexer
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.routing import Request, Router
-from ragkv.search import Search
 from ragkv.store.eviction import Hint
-from ragkv.workspace import Workspace
+from ragkv.workspace import Search, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ class Pipeline:
         """
         with self.workspace.home.indexing():
             scan = await self.indexer.scan_files(paths, progress)
-            await self.indexer.precompute(scan, progress)
+            await self.indexer.precompute(scan)
             await self.indexer.finish(scan, hint)
             return scan.report
 

@@ -19,7 +19,7 @@ ONLY_IN = {
     "triton": ("kernels/",),
     "sqlite3": ("ragkv/files.py", "retriever/catalog.py", "store/opening.py", "store/usage.py"),
     "bm25s": ("retriever/keywords.py",),
-    "sentence_transformers": ("retriever/embedder.py", "retriever/reranker.py"),
+    "sentence_transformers": ("retriever/encoders.py",),
     "typer": ("ragkv/cli/", "evals/cli.py"),
     "matplotlib": ("evals/",),
     "rouge_score": ("evals/scores.py",),

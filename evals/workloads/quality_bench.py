@@ -29,7 +29,7 @@ from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Row
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt, PromptLayout
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.disk_store import DiskStore
 

@@ -20,7 +20,7 @@ from ragkv.background.idle import Idle
 from ragkv.config import MAIN, Config
 from ragkv.controller.cost_model import Plan
 from ragkv.index.deletion import Deletion
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import IngestProgress, IngestReport
 from ragkv.policies import FULL
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
