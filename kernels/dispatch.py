@@ -11,9 +11,8 @@ import torch
 from ragkv.kernels import native
 from ragkv.kernels.kv_deviation import kv_deviation_reference
 from ragkv.kernels.kv_fuse import Staged, kv_fuse_reference
-from ragkv.kernels.operands import AttentionSpec, PagedKV
+from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 from ragkv.kernels.query_scores import query_scores
-from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.selective_attention import selective_attention
 
 CHOICES = ("auto", "triton", "native", "torch")

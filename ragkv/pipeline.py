@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta, Retrieved, Source
-from ragkv.background.canary import Canary, Sample
-from ragkv.background.restore import RESTORE_EVENTS, KVRestorer
+from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import ProfileFile, profile_machine

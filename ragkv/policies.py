@@ -51,7 +51,7 @@ class Policy:
 
     budget: the share (0 to 1) of the cached tokens to recompute; `none` and `full` ignore it. weigh_by_std: votes are
     weighted by the standard deviation of each token's KV over contexts. shift: cached tokens that aren't recomputed
-    are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.kernels.shift`). Raises ConfigError for a
+    are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.engine.shift`). Raises ConfigError for a
     budget outside 0 to 1 and for a combination that makes no sense.
     """
 

@@ -19,7 +19,7 @@ from ragkv.controller.requests import Bench, Timed, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
 from ragkv.files import atomic_write
-from ragkv.machine.hardware import machine
+from ragkv.machine import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.store.disk_store import DiskStore

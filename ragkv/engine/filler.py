@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from ragkv.engine.attention import selective
-from ragkv.engine.blocks import Blocks
+from ragkv.engine.blocks import Blocks, selective
 from ragkv.engine.forward import Piece
 from ragkv.engine.loader import KVLoader, LoadedSpan
 from ragkv.engine.positions import covered
@@ -44,8 +43,9 @@ class LayerView:
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[Hkv, N, D]` of all tokens, those in the pass and those that were loaded."""
-        return self.blocks.keys(self.layer)
+        """`[Hkv, N, D]` of all tokens, those in the pass and those that were loaded; of others, anything."""
+        kv = self.blocks.kv(self.layer)
+        return kv.in_order(kv.k, len(self.key_positions))
 
 
 Observe = Callable[[LayerView], bool | None]  # returns True to end the pass

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragkv.engine.attention import pays
-from ragkv.engine.blocks import Blocks
+from ragkv.engine.blocks import Blocks, pays
 from ragkv.engine.filler import BlockFiller, PassPlan, piece
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, rows_in, runs_of
