@@ -64,7 +64,7 @@ def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
     for name, before, after in zip(subset.names, at_start, shifted, strict=True):
         for candidate in (None, *_tables_near(subset.model, name)):
             moved = before if candidate is None else candidate.rotate(before, shift)
-            if _distance(moved, after) < tolerance:
+            if torch.dist(moved.float(), after.float()) < tolerance * after.float().norm():
                 rotations.append(candidate)
                 break
         else:
@@ -102,7 +102,3 @@ def _table(module: Any) -> Rotation:
 
 def _common_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a.split("."), b.split("."), strict=False)) if x != y), 0)
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(a.float() - b.float()) / torch.linalg.vector_norm(b.float()))
