@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ragkv import models
 from ragkv.answer import Source
-from ragkv.background.idle import Idle
+from ragkv.background import Idle
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ragkv import models
-from ragkv.background import canary
+from ragkv import background, models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
@@ -174,7 +173,7 @@ class QualityBench:
 
     def _row(self, example: Example, prompt: Prompt, arm: Arm, full: Baseline, fused: Fused) -> Row:
         kl = np.concatenate(
-            [canary.kl(full.greedy_probs, fused.greedy_probs), canary.kl(full.gold_probs, fused.gold_probs)]
+            [background.kl(full.greedy_probs, fused.greedy_probs), background.kl(full.gold_probs, fused.gold_probs)]
         )
         recomputed = sum(end - start for start, end in fused.report.tokens.recomputed_runs)
         row = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ModelError
-from ragkv.machine.hardware import CPUINFO, cpu_flags, native_dtype
+from ragkv.machine import CPUINFO, cpu_flags, native_dtype
 
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
-from ragkv.background.canary import Drift
+from ragkv.background import Drift
 from ragkv.errors import DeadlineError, StoreError
 from ragkv.server.limits import Limits
 from ragkv.server.telemetry import trace_answer

@@ -13,7 +13,7 @@ import uvicorn
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
-from ragkv.machine.malloc import return_large_blocks
+from ragkv.machine import return_large_blocks
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
 from ragkv.server.telemetry import export_traces, log_as

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
-from ragkv.background.restore import RESTORE_EVENTS
+from ragkv.background import RESTORE_EVENTS
 from ragkv.config import MAIN, Config, TenantConfig
 from ragkv.index.uploads import Uploads
 from ragkv.server.limits import Concurrency, Limits

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ragkv import machine as hardware
 from ragkv.cli import diagnosis as doctor
 from ragkv.cli.diagnosis import Finding, diagnose
 from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
-from ragkv.machine import hardware
 
 GPU = "NVIDIA H200, 143771 MiB, 580.0"
 

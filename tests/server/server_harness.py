@@ -15,8 +15,7 @@ import uvicorn
 
 from ragkv import server
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Run, Source, Timings, TokenOrigins, Usage
-from ragkv.background.canary import Canary
-from ragkv.background.idle import Idle
+from ragkv.background import Canary, Idle
 from ragkv.config import MAIN, Config
 from ragkv.controller.cost_model import Plan
 from ragkv.index.deletion import Deletion

@@ -274,9 +274,9 @@ SLOW_SERVER = textwrap.dedent("""
     from contextlib import asynccontextmanager
     from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
-    from ragkv.background.canary import Canary
+    from ragkv.background import Canary
     from ragkv.config import MAIN, Config
-    from ragkv.background.idle import Idle
+    from ragkv.background import Idle
     from ragkv.policies import FULL
     from ragkv.server import serve
     from ragkv.server.tenants import Tenants
