@@ -117,7 +117,7 @@ class Indexer:
             progress(IngestProgress("load", done, len(files), file.name))
             for document in load_file(file):
                 if isinstance(document, DocumentError):
-                    scan.report.rejected.append(document)
+                    scan.report.rejected.append(str(document))
                     scan.rejected.add(str(file.resolve()))
                 else:
                     self._consider(document, stored, scan)
@@ -138,7 +138,7 @@ class Indexer:
         try:
             scan.work.append(Work(document, self._workspace.chunker.split(document)))
         except DocumentError as error:
-            scan.report.rejected.append(error)
+            scan.report.rejected.append(str(error))
             return
         is_new = self._catalog.document_digest(document.id) is None
         scan.report.documents_new += is_new

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ragkv.errors import DocumentError
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document
 
@@ -25,7 +24,7 @@ class IngestProgress:
 
 @dataclass
 class IngestReport:
-    """The result of an ingest. `rejected` documents are not indexed; what was indexed of them before is kept."""
+    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
 
     documents_new: int = 0
     documents_changed: int = 0
@@ -33,7 +32,7 @@ class IngestReport:
     documents_removed: int = 0
     chunks_prefilled: int = 0
     chunks_deleted: int = 0
-    rejected: list[DocumentError] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
