@@ -58,7 +58,7 @@ class Chunk:
 class DocumentInfo:
     """A document as `Catalog.documents` lists it."""
 
-    id: str
+    name: str
     title: str
     num_chunks: int
     num_tokens: int

@@ -28,7 +28,8 @@ _NUM_NEAREST = 3
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted with some documents. num_shared: their chunks that stay, because other documents have them."""
+    """What was deleted with some documents. num_chunks: those whose KV was deleted; num_shared: those that stay,
+    because other documents have them. size_bytes: of the deleted KV, on disk."""
 
     documents: list[str]
     num_chunks: int

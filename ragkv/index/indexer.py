@@ -47,7 +47,7 @@ Work = tuple[Document, list[ChunkText]]  # a document that is new or changed, or
 
 @dataclass
 class IngestReport:
-    """The result of an ingest. `rejected` documents are not indexed; what was indexed of them before is kept."""
+    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
 
     documents_new: int = 0
     documents_changed: int = 0
@@ -55,7 +55,7 @@ class IngestReport:
     documents_removed: int = 0
     chunks_prefilled: int = 0
     chunks_deleted: int = 0
-    rejected: list[DocumentError] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Indexer:
             try:
                 scan.work.append((document, self._workspace.chunker.split(document)))
             except DocumentError as error:
-                scan.report.rejected.append(error)
+                scan.report.rejected.append(str(error))
                 continue
             is_new = self._catalog.document_digest(document.id) is None
             scan.report.documents_new += is_new
@@ -315,7 +315,7 @@ def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
             if isinstance(document, Document):
                 yield document
             else:
-                scan.report.rejected.append(document)
+                scan.report.rejected.append(str(document))
                 scan.rejected.add(str(file.resolve()))
     scan.progress(IngestProgress("load", len(files), len(files), ""))
 

@@ -72,7 +72,7 @@ def test_deleted_document(catalog: Catalog, put: Put) -> None:
     put(catalog, "b", "two")
     last = max(catalog.chunk_ids())
     assert catalog.delete_document("b") and not catalog.delete_document("b")
-    assert texts(catalog) == ["one"] and [info.id for info in catalog.documents()] == ["a"]
+    assert texts(catalog) == ["one"] and [info.name for info in catalog.documents()] == ["a"]
     put(catalog, "c", "three")
     assert max(catalog.chunk_ids()) > last
 

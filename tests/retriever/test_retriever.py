@@ -180,7 +180,7 @@ def test_chunk_deleted_between_search_and_its_vector(catalog: Catalog, hybrid: S
 
     monkeypatch.setattr(Catalog, "vectors", delete_then_read)
     assert found(retriever.search("q2 zebra", 1)) == ["a02 owl"]
-    assert "a7 zebra zebra" not in {document.id for document in catalog.documents()}
+    assert "a7 zebra zebra" not in {document.name for document in catalog.documents()}
 
 
 def hit_of(score, text, scope=""):

@@ -24,10 +24,10 @@ from ragkv.policies import FULL
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import source_file
+from ragkv.server.run import listen
 from ragkv.server.tenants import Tenants
-from ragkv.server.timeouts import listen
 
-SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
+SOURCE = Source(document="docs/a.md", title="A [b]", chunk=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
 ANSWER = Answer(
     text="Grüße, world",
     sources=[SOURCE],

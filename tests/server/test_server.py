@@ -253,7 +253,7 @@ def test_the_schema_describes_requests_and_responses(client) -> None:
     policy = schemas["AnswerRequest"]["properties"]["policy"]
     assert all(name in policy["description"] for name in [*DESCRIPTIONS, "+shift"])
     assert all(Policy.parse(name) for name in policy["examples"])
-    assert {"Usage", "Timings", "SourceResponse", "ErrorBody"} <= schemas.keys()
+    assert {"Usage", "Timings", "Source", "ErrorBody"} <= schemas.keys()
 
 
 def test_a_port_in_use_is_an_error_before_the_pipeline_is_opened() -> None:
