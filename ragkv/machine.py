@@ -4,7 +4,6 @@ Imports neither torch nor vLLM.
 """
 
 import ctypes
-import logging
 import os
 import re
 from importlib import metadata
@@ -15,8 +14,6 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # x86, x86, Arm
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
 _LARGE, _NUM_ARENAS = 128 << 10, 2  # bytes, glibc's first threshold; heaps that all threads share
-
-logger = logging.getLogger(__name__)
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
@@ -57,11 +54,9 @@ def return_large_blocks() -> None:
     Does nothing if the C library isn't glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        logger.debug("the C library has no mallopt")
-        return
-    mallopt(_M_MMAP_THRESHOLD, _LARGE)
-    mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_ARENA_MAX, _NUM_ARENAS)
 
 
 def return_free_pages() -> None:

@@ -149,16 +149,19 @@ class Catalog:
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Return documents sorted by id: up to `limit` of those whose ids follow `after`."""
-        return self._infos("WHERE id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit)
+        rows = self._rows(
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
+            "FROM (SELECT * FROM documents WHERE id > ? ORDER BY id LIMIT ?) d "
+            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
+            after,
+            -1 if limit is None else limit,
+        )
+        return [DocumentInfo(*row) for row in rows]
 
     @property
     def text_bytes(self) -> int:
         """The size of all chunks' texts in UTF-8. Reads them all."""
         return int(self._rows("SELECT coalesce(sum(length(CAST(text AS BLOB))), 0) FROM chunks")[0][0])
-
-    def document(self, id: str) -> DocumentInfo | None:
-        found = self._infos("WHERE id = ?", id)
-        return found[0] if found else None
 
     def document_ids(self) -> list[str]:
         return [str(row[0]) for row in self._rows("SELECT id FROM documents ORDER BY id")]
@@ -253,15 +256,6 @@ class Catalog:
                 "upgrade ragkv"
             )
         return int(version)
-
-    def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
-        rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
-            f"FROM (SELECT * FROM documents {which}) d "
-            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
-            *parameters,
-        )
-        return [DocumentInfo(*row) for row in rows]
 
     def _rows(self, query: str, *parameters: object) -> list[Any]:
         with self._translated():

@@ -190,6 +190,12 @@ class EntryFolder:
             return None
         return status.st_ino, status.st_ctime_ns
 
+    def size(self, key: ChunkKey) -> int:
+        """Return the bytes of an entry's file, 0 if it isn't stored."""
+        with suppress(FileNotFoundError):
+            return self.path(key).stat().st_size
+        return 0
+
     @property
     def last_change(self) -> int:
         """Return a number that differs once an entry has been replaced or deleted, by any process."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from ragkv.files import Database
 from ragkv.store.eviction import HINTS, POLICIES, Entry, Hint
@@ -68,16 +69,13 @@ class Usage:
     def put(self, key: ChunkKey, size_bytes: int, cost: float, *, stored: bool) -> None:
         """Count the storing of an entry as a use. cost: of computing it again, in any unit; stored: False if there was
         no room for it."""
-        known = self._writer.run("select uses, hint from usage where key = ?", key.prefix())
-        uses, hint = known[0] if known else (0, None)
+        known = self._known(key.prefix())
+        uses, hint = known[0][3:5] if known else (0, None)
         self._write(key.prefix(), Entry(size_bytes, cost, uses + 1), hint, stored)
 
     def hint(self, chunk_hash: str, hint: Hint | None) -> None:
         """Set the hint of all entries of a chunk."""
-        rows = self._writer.run(
-            "select key, size, cost, uses, stored from usage where key between ? and ?", *_of(chunk_hash)
-        )
-        for key, size_bytes, cost, uses, stored in rows:
+        for key, size_bytes, cost, uses, _, stored in self._known(bytes.fromhex(chunk_hash)):
             self._write(key, Entry(size_bytes, cost, uses), hint, stored)
 
     def evict(self, num_bytes: int) -> list[ChunkKey]:
@@ -95,33 +93,29 @@ class Usage:
                 num_bytes -= size_bytes
                 clock = max(clock, priority)
                 evicted.append(key)
-        for key in evicted:
-            self._writer.run("update usage set stored = 0 where key = ?", key)
         self._writer.run("delete from clock")
         self._writer.run("insert into clock values (?)", clock)
-        return [ChunkKey.parse(key) for key in evicted]
+        keys = [ChunkKey.parse(key) for key in evicted]
+        for key in keys:
+            self.lose(key)
+        return keys
 
     def lose(self, key: ChunkKey) -> None:
         """Count an entry as evicted, whose uses are remembered."""
         self._writer.run("update usage set stored = 0 where key = ?", key.prefix())
 
-    def forget(self, key: ChunkKey) -> None:
-        self._writer.run("delete from usage where key = ?", key.prefix())
+    def forget(self, prefix: bytes) -> None:
+        """Forget all entries whose keys begin with `prefix`."""
+        self._writer.run("delete from usage where key between ? and ?", *_bounds(prefix))
 
     def knows(self, key: ChunkKey) -> bool:
-        return bool(self._writer.run("select 1 from usage where key = ?", key.prefix()))
-
-    def known_of(self, chunk_hash: str) -> list[ChunkKey]:
-        """Return the keys of a chunk's entries, stored or evicted."""
-        rows = self._writer.run("select key from usage where key between ? and ?", *_of(chunk_hash))
-        return [ChunkKey.parse(key) for (key,) in rows]
+        return bool(self._known(key.prefix()))
 
     def write_counts(self) -> None:
         counts, self._counts = self._counts, Counter()
         self._written_at = time.monotonic()
         for key, count in counts.items():
-            rows = self._writer.run("select size, cost, uses, hint, stored from usage where key = ?", key)
-            for size_bytes, cost, uses, hint, stored in rows:
+            for _, size_bytes, cost, uses, hint, stored in self._known(key):
                 self._write(key, Entry(size_bytes, cost, uses + count), hint, stored)
 
     @property
@@ -172,6 +166,10 @@ class Usage:
         self._reader.close()
         self._writer.close()
 
+    def _known(self, prefix: bytes) -> list[Any]:
+        statement = "select key, size, cost, uses, hint, stored from usage where key between ? and ?"
+        return self._writer.run(statement, *_bounds(prefix))
+
     def _write(self, key: bytes, entry: Entry, hint: str | None, stored: bool) -> None:
         entry.stamp = time.time()
         priority = -1.0 if hint == "ephemeral" else self._priority(entry, self._clock())
@@ -182,9 +180,8 @@ class Usage:
         return float(self._writer.run("select coalesce(max(value), 0) from clock")[0][0])
 
 
-def _of(chunk_hash: str) -> tuple[bytes, bytes]:
-    """Return bounds of the keys of a chunk's entries."""
-    return bytes.fromhex(chunk_hash), bytes.fromhex(chunk_hash) + b"\xff" * PREFIX_BYTES
+def _bounds(prefix: bytes) -> tuple[bytes, bytes]:
+    return prefix, prefix + b"\xff" * PREFIX_BYTES
 
 
 def is_damage(error: Exception, file: Path) -> bool:

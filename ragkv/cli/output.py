@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragkv.controller.cost_model import Profile
     from ragkv.index.deletion import Deletion, Garbage
     from ragkv.index.indexer import IngestProgress, IngestReport
-    from ragkv.store.base import StoreStats, Verification
+    from ragkv.store.admin import StoreStats, Verification
     from ragkv.store.transfer import Transfer
 
 out = Console(highlight=False)

@@ -65,7 +65,7 @@ def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], ke
     hashes = catalog.chunk_hashes_of(ids)
     deleted = [id for id in ids if catalog.delete_document(id)]
     unused = catalog.unreferenced(hashes) - set(kept)
-    size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)
+    size_bytes = sum(store.admin.sizes(key for hash in unused for key in store.entries.keys_of(hash)).values())
     if unused:
         store.delete(unused)
     catalog.empty_log()

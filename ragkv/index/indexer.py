@@ -194,8 +194,8 @@ class Indexer:
 
     def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]:
         """Return a document's chunks, each with whether its KV is stored."""
-        stored = set(self._workspace.store.chunk_hashes())
-        return [(chunk, chunk.chunk_hash in stored) for chunk in self._catalog.document_chunks(document_id)]
+        chunks, entries = self._catalog.document_chunks(document_id), self._workspace.store.entries
+        return [(chunk, bool(entries.keys_of(chunk.chunk_hash))) for chunk in chunks]
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""

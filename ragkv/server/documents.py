@@ -149,15 +149,16 @@ async def get_document(
     limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
 ) -> DocumentWithChunks:
     """Return a document and its chunks."""
-    info = await run_sync(tenant.pipeline.catalog.document, name)
-    if info is None:
+    titles = await run_sync(tenant.pipeline.catalog.titles, [name])
+    if not titles:
         raise _no_document(name)
     chunks = await run_sync(tenant.pipeline.indexer.document_chunks, name)
+    num_tokens = sum(len(chunk.token_ids) for chunk, _ in chunks)
     shown = [
         ChunkResponse(ordinal=chunk.ordinal, num_tokens=len(chunk.token_ids), text=chunk.text, stored=stored)
         for chunk, stored in chunks[offset : offset + limit]
     ]
-    return DocumentWithChunks(**vars(info), chunks=shown)
+    return DocumentWithChunks(name, titles[name], len(chunks), num_tokens, shown)
 
 
 @router.delete("/documents/{name:path}", responses=errors(404, 409, 422))
