@@ -10,7 +10,7 @@ from typing import Any
 from ragkv import models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
-from ragkv.controller.requests import Bench
+from ragkv.controller.profile import Bench
 from ragkv.engine.engine import Engine
 from ragkv.errors import ModelError
 from ragkv.prompt import PromptLayout

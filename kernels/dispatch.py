@@ -11,9 +11,8 @@ import torch
 from ragkv.kernels import native
 from ragkv.kernels.kv_deviation import kv_deviation_reference
 from ragkv.kernels.kv_fuse import Staged, kv_fuse_reference
-from ragkv.kernels.operands import AttentionSpec, PagedKV
+from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 from ragkv.kernels.query_scores import query_scores
-from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.selective_attention import selective_attention
 
 CHOICES = ("auto", "triton", "native", "torch")
@@ -48,7 +47,11 @@ def choose(name: str, device: torch.device) -> Kernels:
     if problems[name]:
         raise KernelsError(f"no {name} kernels: {problems[name]}; choose auto, or torch")
     logger.info("kernels: %s on %s", name, device)
-    return _KERNELS[name]()
+    if name == "triton":
+        return _triton()
+    if name == "native":
+        return Kernels(name, native.kv_fuse, kv_deviation_reference, native.query_scores, native.selective_attention)
+    return Kernels(name, kv_fuse_reference, kv_deviation_reference, query_scores, selective_attention)
 
 
 def _no_triton(device: torch.device) -> str | None:
@@ -74,14 +77,3 @@ def _triton() -> Kernels:
     from ragkv.kernels.selective_attention.triton_kernel import selective_attention
 
     return Kernels("triton", kv_fuse, kv_deviation, query_scores, selective_attention)
-
-
-def _native() -> Kernels:
-    return Kernels("native", native.kv_fuse, kv_deviation_reference, native.query_scores, native.selective_attention)
-
-
-def _torch() -> Kernels:
-    return Kernels("torch", kv_fuse_reference, kv_deviation_reference, query_scores, selective_attention)
-
-
-_KERNELS = {"triton": _triton, "native": _native, "torch": _torch}

@@ -1,4 +1,4 @@
-"""The two descriptions that the operators share: a layer's paged KV, and how the layer attends to it."""
+"""What the operators share: a layer's paged KV, how the layer attends to it, and how its keys rotate by position."""
 
 from dataclasses import dataclass
 
@@ -22,15 +22,8 @@ class PagedKV:
     def block_size(self) -> int:
         return self.k.shape[1]
 
-    def keys(self, num_tokens: int) -> torch.Tensor:
-        """Return K of the first tokens in order, `[Hkv, num_tokens, D]`; a view where one block has them all."""
-        return self._in_order(self.k, num_tokens)
-
-    def values(self, num_tokens: int) -> torch.Tensor:
-        """Return V of the first tokens in order, `[Hkv, num_tokens, D]`; a view where one block has them all."""
-        return self._in_order(self.v, num_tokens)
-
-    def _in_order(self, cache: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def in_order(self, cache: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the first tokens of `k` or `v` in order, `[Hkv, num_tokens, D]`; a view where one block has them."""
         if num_tokens <= self.block_size:
             return cache[int(self.block_table[0]), :num_tokens].transpose(0, 1)
         positions = torch.arange(num_tokens, device=cache.device)
@@ -60,3 +53,50 @@ class AttentionSpec:
     def cap_(self, scores: torch.Tensor) -> torch.Tensor:
         """Cap float32 scores in place and return them."""
         return scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap) if self.soft_cap else scores
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One layer's rotary position embedding (Su et al., 2021). It is relative, so keys can be moved to other positions.
+
+    cos, sin: `[P, R/2]` float32 on the keys' device, the rotation by p positions in row p. Dimensions from R on are not
+    rotated. neox: pairs are (i, i + R/2), GPT-NeoX style, and not (2i, 2i + 1), GPT-J style.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    neox: bool
+
+    @classmethod
+    def from_table(cls, cos_sin: torch.Tensor, neox: bool) -> "Rotation":
+        """Make it from a model's table `[P, R]`, cosines first, then sines.
+
+        Tables that carry an attention scale (YaRN) have it divided out: a rotation must not scale the key again.
+        """
+        cos, sin = cos_sin.float().chunk(2, dim=-1)
+        norm = torch.hypot(cos, sin)
+        return cls((cos / norm).contiguous(), (sin / norm).contiguous(), neox)
+
+    def rotate(self, k: torch.Tensor, shift: int | torch.Tensor) -> torch.Tensor:
+        """Rotate `k` `[..., T, D]` by `shift` positions, forwards or back: one number, or one for each token `[T]`.
+
+        Computes in float32; returns k's dtype.
+        """
+        if isinstance(shift, int):
+            cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
+        else:
+            cos, sin = self.cos[shift.abs()], self.sin[shift.abs()] * shift.sign()[:, None]
+        first, second, rest = self._parts()
+        a, b = k[..., first].float(), k[..., second].float()
+        out = torch.empty_like(k, memory_format=torch.contiguous_format)
+        out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
+        out[..., second] = (b * cos).addcmul_(a, sin)
+        out[..., rest] = k[..., rest]
+        return out
+
+    def _parts(self) -> tuple[slice, slice, slice]:
+        """Return the dimensions of the pairs' first and second numbers, and those that aren't rotated."""
+        size = 2 * self.cos.shape[-1]
+        if self.neox:
+            return slice(0, size // 2), slice(size // 2, size), slice(size, None)
+        return slice(0, size, 2), slice(1, size, 2), slice(size, None)

@@ -67,12 +67,12 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class Source:
-    """A retrieved chunk. score: the inner product of the embeddings. corpus: the tenant whose document it is, None for
-    the asking tenant's own."""
+    """A retrieved chunk. ordinal: its position in its document, from 0. score: the inner product of the embeddings.
+    corpus: the tenant whose document it is, None for the asking tenant's own."""
 
-    document_id: str
+    document: str
     title: str
-    chunk_id: int
+    chunk: int
     ordinal: int
     score: float
     text: str
@@ -150,7 +150,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """The first event of a stream: the sources, before any token."""
+    """What was found for a question, best first; the first event of a stream, before any token."""
 
     sources: list[Source] = field(default_factory=list)
 

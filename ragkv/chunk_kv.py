@@ -92,34 +92,27 @@ class ChunkKV:
         were precomputed; those without KV are passed over. done: called with a chunk's hash and the number of contexts
         for each entry. Raises StoreError if there is no space.
         """
+
+        async def run(task: PrecomputeTask | MeanTask, tokens: Sequence[int], num_contexts: int) -> None:
+            await engine.precompute([*self._anchor, *tokens], task)
+            done(task.span.chunk_hash, num_contexts)
+
         missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
-        await _run_all(self._precompute(engine, h, tokens, done) for h, tokens in missing.items())
+        await _run_all(run(PrecomputeTask(self.span(h, len(t))), t, 1) for h, t in missing.items())
         if self.num_contexts > 1:
-            without = {h: t for h, t in chunks.items() if not store.contains(self.key(self.averaged(self.span(h, 0))))}
-            stored = {h: [o for o in others.get(h, ()) if store.contains(self.key(o))] for h in without}
-            await _run_all(self._precompute_mean(engine, h, tokens, stored[h], done) for h, tokens in without.items())
+            means = []
+            for chunk_hash, tokens in chunks.items():
+                alone = self.span(chunk_hash, len(tokens))
+                if not store.contains(self.key(self.averaged(alone))):
+                    stored = [span for span in others.get(chunk_hash, ()) if store.contains(self.key(span))]
+                    means.append((self._mean_task(alone, stored, engine), tokens))
+            await _run_all(run(task, tokens, self.num_contexts - 1) for task, tokens in means)
         return len(missing)
 
-    async def _precompute(
-        self, engine: Engine, chunk_hash: str, tokens: Sequence[int], done: Callable[[str, int], None]
-    ) -> None:
-        await engine.precompute([*self._anchor, *tokens], PrecomputeTask(self.span(chunk_hash, len(tokens))))
-        done(chunk_hash, 1)
-
-    async def _precompute_mean(
-        self,
-        engine: Engine,
-        chunk_hash: str,
-        tokens: Sequence[int],
-        others: Sequence[Span],
-        done: Callable[[str, int], None],
-    ) -> None:
-        room = engine.max_model_len - len(tokens) - 2  # tokens that vLLM itself computes at the prompt's end
+    def _mean_task(self, alone: Span, others: Sequence[Span], engine: Engine) -> MeanTask:
+        room = engine.max_model_len - (alone.end - alone.start) - 2  # tokens at the end that vLLM itself computes
         fitting = [span for span in others if span.end <= room][: self.num_contexts - 1]
-        alone = self.span(chunk_hash, len(tokens))
-        task = MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
-        await engine.precompute([*self._anchor, *tokens], task)
-        done(chunk_hash, self.num_contexts - 1)
+        return MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
 
 
 async def _run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -8,6 +8,9 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from ragkv.errors import ConfigError
-from ragkv.machine.hardware import native_dtype
+from ragkv.machine import native_dtype
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_EMBEDDER = "all-minilm-l6-v2"
@@ -38,9 +41,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The generator, served by vLLM."""
 
-    name: str = Field(
-        EMBEDDED_MODEL, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_MODEL!r}"
-    )
+    name: str = EMBEDDED_MODEL
+    """Local folder, Hugging Face id, or the embedded model, which is the default"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", validate_default=True)
     """Computation and KV dtype; auto: bfloat16, but float32 on a CPU without bfloat16 instructions, where that is about
     3 times as fast"""
@@ -61,9 +63,8 @@ class ModelConfig(Section):
 class IndexConfig(Section):
     """How documents become chunks and vectors."""
 
-    embedder: str = Field(
-        EMBEDDED_EMBEDDER, description=f"Local folder, Hugging Face id, or the embedded model {EMBEDDED_EMBEDDER!r}"
-    )
+    embedder: str = EMBEDDED_EMBEDDER
+    """Local folder, Hugging Face id, or the embedded model, which is the default"""
     chunk_tokens: int = Field(512, ge=16, le=8192, description="Largest chunk, in the generator's tokens")
     chunk_overlap: int = Field(0, ge=0)
     """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""
@@ -174,7 +175,6 @@ class Config(BaseSettings):
         env_ignore_empty=True,
         extra="forbid",
         frozen=True,
-        nested_model_default_partial_update=True,
         use_attribute_docstrings=True,
     )
 
@@ -238,9 +238,14 @@ def read_sources(config_file: Path | None = None, **flags: Any) -> dict[str, dic
     }
 
 
-def origin(path: Sequence[str], sources: Mapping[str, dict[str, Any]]) -> str | None:
+def origin(path: Sequence[str], sources: Mapping[str, Any]) -> str | None:
     """Return which of `sources` a setting is from, None if none sets it."""
-    return next((where for where in reversed([*sources]) if _has(sources[where], path)), None)
+    found = None
+    for where, source in sources.items():
+        with suppress(KeyError, TypeError):
+            reduce(getitem, path, source)
+            found = where
+    return found
 
 
 def setting_fields() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
@@ -298,16 +303,8 @@ def _merge(sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _problem(detail: ErrorDetails, sources: Mapping[str, dict[str, Any]]) -> str:
     """Describe a problem in one line: the setting, its value, where it was set, and what is wrong with it."""
     path = [str(part) for part in detail["loc"]]
-    where = [source] if (source := origin(path, sources)) else []
+    where = f" {source}" if (source := origin(path, sources)) else ""
     if detail["type"] == "extra_forbidden":
         siblings = [known[-1] for known, _ in setting_fields() if list(known[:-1]) == path[:-1]]
-        return " ".join([f"unknown setting {'.'.join(path)}", *where]) + f"; choose from {', '.join(siblings)}"
-    return " ".join([f"{'.'.join(path)} = {detail['input']!r}", *where]) + f": {detail['msg']}"
-
-
-def _has(source: Any, path: Sequence[str]) -> bool:
-    for part in path:
-        if not isinstance(source, dict) or part not in source:
-            return False
-        source = source[part]
-    return True
+        return f"unknown setting {'.'.join(path)}{where}; choose from {', '.join(siblings)}"
+    return f"{'.'.join(path)} = {detail['input']!r}{where}: {detail['msg']}"

@@ -1,15 +1,15 @@
-"""Files that are written whole or not at all, and what SQLite doesn't wait for by itself."""
+"""Files that are written whole or not at all, and files of SQLite."""
 
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-USE_WAL = "PRAGMA journal_mode = WAL"
-_PAUSE_S = 0.01
+_WAIT_S, _PAUSE_S = 60, 0.01  # for another process that writes
 
 
 @contextmanager
@@ -40,20 +40,52 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def when_free(action: Callable[[], object], wait_s: float) -> None:
-    """Call `action`, again and again while another connection is in the way.
+class Database:
+    """A connection to a file of SQLite, which threads may share. Opening it makes the file if there is none.
 
-    Raises sqlite3.Error: any other at once, and that of a connection in the way after `wait_s`.
-
-    For `USE_WAL`: while another connection does the same to a new file, SQLite refuses at once, whatever the timeout.
+    Raises nothing but sqlite3.Error, also if another process writes for longer than a minute.
     """
-    end = time.monotonic() + wait_s
-    while True:
+
+    def __init__(self, file: Path) -> None:
+        self._lock = threading.RLock()
+        self.connection = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+
+    def make_durable(self) -> None:
+        """Let what is committed survive kill -9 and loss of power, and others read while somebody writes (WAL)."""
+        end = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                self.run("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as error:
+                # While another connection does the same to a new file, SQLite refuses at once, whatever the timeout.
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own errors have none
+                if code & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= end:
+                    raise
+            time.sleep(_PAUSE_S)
+        self.run("PRAGMA synchronous = FULL")
+
+    def run(self, statement: str, *values: object) -> list[Any]:
+        """Return the rows that a statement yields."""
         try:
-            action()
-            return
-        except sqlite3.OperationalError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own errors have none
-            if code & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= end:
+            with self._lock, closing(self.connection.execute(statement, values)) as cursor:
+                return cursor.fetchall()
+        except UnicodeDecodeError as error:  # from Python, of a message of SQLite's that quotes what went bad
+            raise sqlite3.DatabaseError(f"it holds text that went bad: {error}") from error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one writer of all processes; commit at the end what was changed inside, or nothing after an error."""
+        with self._lock:
+            self.run("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.run("COMMIT")
+            except BaseException:
+                if self.connection.in_transaction:  # SQLite ends one itself after some errors
+                    self.run("ROLLBACK")
                 raise
-        time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        with self._lock:
+            self.connection.close()

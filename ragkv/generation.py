@@ -3,14 +3,15 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import groupby
 
-from ragkv.answer import Answer, AnswerOptions, Source, Timings, TokenOrigins
+from ragkv.answer import Answer, AnswerOptions, Kind, Run, Source, Timings, TokenOrigins, Usage
 from ragkv.engine.engine import Engine, EngineOutput
-from ragkv.engine.task import missing_kv
+from ragkv.engine.task import StageReport, TokenReport, missing_kv
 from ragkv.policies import FULL
+from ragkv.prompt import Prompt
 from ragkv.routing import Request
-from ragkv.token_origins import runs_of, usage_of
 
 
 class Generation:
@@ -22,13 +23,9 @@ class Generation:
     def __init__(self, request: Request, options: AnswerOptions, begun_at: float) -> None:
         self._request, self._options, self._begun_at = request, options, begun_at
         self._submitted_at, self._first_token_at = 0.0, 0.0
-        self._texts: list[str] = []
+        self.text = ""
         self.tokens: list[int] = []
         self.output = EngineOutput("", [])
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
 
     @property
     def unusable_chunks(self) -> list[str]:
@@ -49,46 +46,67 @@ class Generation:
                     self._first_token_at = time.perf_counter()
                 self.output = output
                 self.tokens += output.token_ids
-                self._texts.append(output.text)
+                self.text += output.text
                 if output.text:
                     yield output.text
 
     def answer(self, sources: list[Source], origins: TokenOrigins | None, unsupported: str | None) -> Answer:
         """Put the finished answer together. unsupported: why the model's KV can't be fused, None if it can."""
-        request, now = self._request, time.perf_counter()
+        request, report, now = self._request, self.output.report, time.perf_counter()
         missing = missing_kv(len(request.missing), len(request.requested.spans)) if request.missing else None
-        answer = Answer(
+        fallback = report.problem if report else unsupported or missing
+        policy = (report and report.policy) or request.policy
+        stages = report.stages if report and not report.failed else StageReport()
+        return Answer(
             self.text,
             sources,
-            request.policy,
-            usage_of(request.prompt, self.output, len(self.tokens)),
+            FULL if (report.failed if report else fallback) else policy,
+            _usage(request.prompt, self.output, len(self.tokens)),
             Timings(
                 retrieve_ms=1e3 * (self._submitted_at - self._begun_at),
+                load_ms=stages.load_ms,
+                probe_ms=stages.probe_ms,
+                recompute_ms=stages.recompute_ms,
                 ttft_ms=1e3 * (self._first_token_at - self._submitted_at) if self.tokens else 0.0,
                 total_ms=1e3 * (now - self._begun_at),
             ),
             self.output.finish_reason or "abort",
-            unsupported or missing,
+            fallback,
             request.plan,
             origins,
         )
-        return self._with_report(answer)
 
-    def _with_report(self, answer: Answer) -> Answer:
-        """Add what the worker reported: the policy really used, what kept KV from being reused, and the stages."""
-        report = self.output.report
-        if report is None:
-            return answer if answer.fallback is None else replace(answer, policy=FULL)
-        if report.failed:
-            return replace(answer, policy=FULL, fallback=report.problem)
-        stages = report.stages
-        timings = replace(
-            answer.timings, load_ms=stages.load_ms, probe_ms=stages.probe_ms, recompute_ms=stages.recompute_ms
-        )
-        return replace(answer, policy=report.policy or answer.policy, fallback=report.problem, timings=timings)
+
+def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> Usage:
+    """Count the tokens of a request. vLLM itself computes the prompt's last one, whatever was fused before it."""
+    num_tokens, report = len(prompt.token_ids), output.report
+    if report is None or report.failed:
+        prefix = 0 if report else output.num_cached_tokens
+        return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
+    memory = sum(end - start for start, end, in_memory in report.tokens.loaded if in_memory)
+    recomputed = report.tokens.recomputed + 1
+    return Usage(num_tokens, report.tokens.prefix, report.tokens.reused, recomputed, num_completion_tokens, memory)
 
 
 def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -> TokenOrigins:
     """Return where the KV of each prompt token came from, and which of the answer's sources the token belongs to."""
-    positions = {hit.chunk.chunk_hash: i for i, hit in enumerate(request.fitted.question_hits)}
-    return TokenOrigins(token_texts, runs_of(request.prompt, output, list(map(positions.get, request.chunk_hashes))))
+    num_tokens, report = len(request.prompt.token_ids), output.report
+    kinds: list[Kind] = ["computed"] * num_tokens
+    belongs: list[int | None] = [None] * num_tokens
+    sources = {hit.chunk.chunk_hash: i for i, hit in enumerate(request.fitted.question_hits)}
+    for (start, end), chunk_hash in zip(request.prompt.chunk_ranges, request.chunk_hashes, strict=True):
+        belongs[start:end] = [sources.get(chunk_hash)] * (end - start)
+    fused = report.tokens if report and not report.failed else TokenReport()
+    for start, end, in_memory in fused.loaded:
+        kinds[start:end] = ["memory" if in_memory else "disk"] * (end - start)
+    for start, end in fused.recomputed_runs:
+        kinds[start:end] = ["recomputed"] * (end - start)
+    num_prefix = fused.prefix if report else output.num_cached_tokens
+    kinds[:num_prefix] = ["prefix"] * num_prefix
+    kinds[-1] = "computed"
+    runs, start = [], 0
+    for (kind, source), tokens in groupby(zip(kinds, belongs, strict=True)):
+        end = start + len(list(tokens))
+        runs.append(Run(start, end, kind, source))
+        start = end
+    return TokenOrigins(token_texts, runs)

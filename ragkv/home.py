@@ -62,37 +62,35 @@ class Home:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                f"can't make the home folder {self.path}: {error.strerror}; choose another --home"
-            ) from error
+            why = error.strerror
+            raise StoreError(f"can't make the home folder {self.path}: {why}; choose another --home") from error
 
     def open_catalog(self, tenant: str = MAIN) -> Catalog:
         self.make()
         catalog = Catalog(self.catalog_of(tenant), scope="" if tenant == MAIN else tenant)
-        for file in self.folder(tenant).glob(
-            "index.faiss*"
-        ):  # of an earlier release: it has deleted documents' vectors
-            file.unlink(missing_ok=True)
+        for file in self.folder(tenant).glob("index.faiss*"):
+            file.unlink(missing_ok=True)  # of an earlier release: it has deleted documents' vectors
         return catalog
 
     def open_store(self, **options: Any) -> DiskStore:
         return DiskStore(self.kv, **options)
 
-    def chunk_hashes(self) -> set[str]:
-        """Return the chunk hashes of every tenant's documents."""
-        hashes: set[str] = set()
+    def catalogs(self) -> Iterator[Catalog]:
+        """Yield every tenant's catalogue, open until the next one."""
         for tenant in self.tenants():
             with self.open_catalog(tenant) as catalog:
-                hashes |= catalog.chunk_hashes()
-        return hashes
+                yield catalog
+
+    def chunk_hashes(self) -> set[str]:
+        """Return the chunk hashes of every tenant's documents."""
+        return set[str]().union(*(catalog.chunk_hashes() for catalog in self.catalogs()))
 
     def check_owner(self, owner: Owner) -> None:
         """Raise StoreError if the home holds documents that other models indexed."""
-        for tenant in self.tenants():
-            with self.open_catalog(tenant) as catalog:
-                fingerprint, embedder = catalog.get_setting(_MODEL_SETTING), catalog.get_setting(_EMBEDDER_SETTING)
-                if fingerprint is None or not catalog.has_documents:
-                    continue
+        for catalog in self.catalogs():
+            fingerprint, embedder = catalog.get_setting(_MODEL_SETTING), catalog.get_setting(_EMBEDDER_SETTING)
+            if fingerprint is None or not catalog.has_documents:
+                continue
             name, _, indexed = fingerprint.rpartition(" ")
             where = catalog.path.parent
             remedy = f"Use that one, another --home, or delete {catalog.path} and index again"
@@ -107,11 +105,10 @@ class Home:
     def fingerprint(self) -> str | None:
         """Return the fingerprint of the model that the documents were indexed with, None if none ever was."""
         fingerprint = None
-        for tenant in self.tenants():
-            with self.open_catalog(tenant) as catalog:
-                setting = catalog.get_setting(_MODEL_SETTING)
-                if setting and (fingerprint is None or catalog.has_documents):
-                    fingerprint = setting.rpartition(" ")[2]
+        for catalog in self.catalogs():
+            setting = catalog.get_setting(_MODEL_SETTING)
+            if setting and (fingerprint is None or catalog.has_documents):
+                fingerprint = setting.rpartition(" ")[2]
         return fingerprint
 
     def claim(self, catalog: Catalog, owner: Owner) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import filelock
 import xxhash
@@ -130,7 +129,7 @@ def model_fingerprint(folder: Path, dtype: str, home: Path) -> str:
     """
     try:
         text = (folder / "config.json").read_bytes()
-        config = json.loads(text, object_hook=_without_noise)
+        config = json.loads(text, object_hook=lambda part: {k: v for k, v in part.items() if k not in CONFIG_NOISE})
     except (OSError, ValueError) as error:
         raise ModelError(f"Can't read {folder / 'config.json'}: {error}; fetch or copy the model again") from error
     weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
@@ -242,10 +241,6 @@ def _from_hub(name: str) -> Path:
     if not _is_model(folder) or not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name!r} has no config.json or no safetensors weights; choose a model that has both")
     return folder
-
-
-def _without_noise(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in CONFIG_NOISE}
 
 
 def _weight_digests(weights: list[Path], cache_file: Path) -> list[str]:

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta, Retrieved, Source
-from ragkv.background.canary import Canary, Sample
-from ragkv.background.restore import RESTORE_EVENTS, KVRestorer
+from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Delta, Retrieved, Source
+from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import ProfileFile, profile_machine
@@ -25,13 +24,11 @@ from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
 from ragkv.errors import StoreError
 from ragkv.generation import Generation, origins_of
-from ragkv.index.indexer import Indexer
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.routing import Request, Router
-from ragkv.search import Search
 from ragkv.store.eviction import Hint
-from ragkv.workspace import Workspace
+from ragkv.workspace import Search, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +107,7 @@ class Pipeline:
         """
         with self.workspace.home.indexing():
             scan = await self.indexer.scan_files(paths, progress)
-            await self.indexer.precompute(scan, progress)
+            await self.indexer.precompute(scan)
             await self.indexer.finish(scan, hint)
             return scan.report
 
@@ -133,7 +130,11 @@ class Pipeline:
                 async for text in texts:
                     yield Delta(text)
             await self._settle(conversation, options, request, generation)
-            yield self._answer(options, request, generation, sources)
+            origins = None
+            if options.explain:
+                token_texts = self.workspace.layout.token_texts(request.prompt.token_ids)
+                origins = origins_of(request, generation.output, token_texts)
+            yield generation.answer(sources, origins, self.fallback)
 
     async def _retrieve(self, conversation: Conversation, options: AnswerOptions, max_model_len: int) -> Fitted:
         """Search for chunks, for each turn's question, and fit them and the conversation into the model's context."""
@@ -149,22 +150,16 @@ class Pipeline:
         """Keep what the next request can use, and queue for idle time the KV that this one found missing."""
         report = generation.output.report
         if options.hint is not None:
-            await self._hint(request.chunk_hashes, options.hint)
+            try:
+                await asyncio.to_thread(self.workspace.store.hint, request.chunk_hashes, options.hint)
+            except StoreError as error:  # the answer is complete already
+                logger.warning("a hint isn't kept: %s", error)
         self._router.keep(request, asked, options, generation.text)
         if self.workspace.fuses and not options.policy.is_full:
             self._restorer.add([*generation.unusable_chunks, *request.without_mean])
         if report and report.tokens.reused and request.task is not None and not request.continues:
             tokens = generation.tokens[: self.config.canary.tokens]
             self.canary.offer(Sample(request.prompt.token_ids, request.task, tokens))
-
-    def _answer(
-        self, options: AnswerOptions, request: Request, generation: Generation, sources: list[Source]
-    ) -> Answer:
-        origins = None
-        if options.explain:
-            texts = self.workspace.layout.token_texts(request.prompt.token_ids)
-            origins = origins_of(request, generation.output, texts)
-        return generation.answer(sources, origins, self.fallback)
 
     async def search(self, question: str, top_k: int) -> list[Source]:
         """Return the chunks that would be retrieved for a question, best first."""
@@ -227,9 +222,3 @@ class Pipeline:
             if await Indexer(self.workspace, corpus).precompute_again(chunk_hash):
                 return True
         return False
-
-    async def _hint(self, chunk_hashes: Sequence[str], hint: Hint) -> None:
-        try:
-            await asyncio.to_thread(self.workspace.store.hint, chunk_hashes, hint)
-        except StoreError as error:  # the answer is complete already
-            logger.warning("a hint isn't kept: %s", error)

@@ -42,7 +42,6 @@ DESCRIPTIONS = {
 SHIFT_DESCRIPTION = "after a policy's name: shift the other tokens by the mean shift of their chunk's recomputed ones"
 MAX_VOTERS = 64  # tokens of the question: the end of a long one says what is asked, the rest is text
 GRADUAL = ((1, 1.5), (2, 1.25), (3, 1.0))  # cacheblend-gradual: (layer, multiple of the budget that stays)
-_DEVIATION = (Selection.CACHEBLEND, Selection.CACHEBLEND_K, Selection.CACHEBLEND_GRADUAL)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Policy:
 
     budget: the share (0 to 1) of the cached tokens to recompute; `none` and `full` ignore it. weigh_by_std: votes are
     weighted by the standard deviation of each token's KV over contexts. shift: cached tokens that aren't recomputed
-    are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.kernels.shift`). Raises ConfigError for a
+    are shifted by the mean shift of their chunk's recomputed tokens (`ragkv.engine.shift`). Raises ConfigError for a
     budget outside 0 to 1 and for a combination that makes no sense.
     """
 
@@ -125,11 +124,6 @@ class Policy:
     def uses_votes(self) -> bool:
         """Whether the question is run over the stale cache first, to vote for tokens."""
         return self.selection == Selection.QUERY and self.budget > 0
-
-    @property
-    def uses_deviations(self) -> bool:
-        """Whether the first layers are run over all tokens first, to see which deviate."""
-        return self.selection in _DEVIATION
 
     def pays(self, num_uncached: int, num_tokens: int) -> bool:
         """Return whether the policy computes less than all of `num_tokens`.
@@ -208,8 +202,6 @@ def top_deviating(deviations: torch.Tensor, eligible: torch.Tensor, num_tokens: 
 
 def chunk_heads(chunks: Sequence[tuple[int, int]], num_tokens: int) -> torch.Tensor:
     """Choose the first k tokens of each chunk `[start, end)`, k = num_tokens / number of chunks (EPIC, "LegoLink")."""
-    if not chunks:
-        return torch.zeros(0, dtype=torch.long)
-    k, left = divmod(num_tokens, len(chunks))
+    k, left = divmod(num_tokens, max(1, len(chunks)))
     heads = [torch.arange(s, min(e, s + k + (i < left))) for i, (s, e) in enumerate(chunks)]
-    return torch.cat(heads)
+    return torch.cat([torch.arange(0), *heads])

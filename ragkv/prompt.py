@@ -63,14 +63,14 @@ class PromptLayout:
 
         Control tokens that are spelt out in question or answer become ordinary text.
         """
-        asked = [*self._asking, *self._plain(question)]
+        asked = [*self._asking, *self._encode(question, plain=True)]
         if answer is None:
             return [*asked, *self._closing]
-        return [*asked, *self._answering, *self._plain(answer), *self._reopening]
+        return [*asked, *self._answering, *self._encode(answer, plain=True), *self._reopening]
 
     def instruction_tokens(self, instruction: str) -> list[int]:
         """Return a user's own instruction, which is put before the tokens of the question."""
-        return self._plain(f"{instruction}\n\n") if instruction else []
+        return self._encode(f"{instruction}\n\n", plain=True) if instruction else []
 
     def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
         """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
@@ -108,12 +108,9 @@ class PromptLayout:
             token_ids += question
         return Prompt(token_ids, len(self.anchor), ranges)
 
-    def _plain(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return token_ids
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, *, plain: bool = False) -> list[int]:
+        """Tokenise. plain: control tokens that are spelt out become ordinary text."""
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
         return token_ids
 
     def _render(self, messages: Sequence[str]) -> str:

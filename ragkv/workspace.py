@@ -1,26 +1,23 @@
-"""One home and its models, open: what indexing and answering share."""
+"""One home and its models, open: what indexing and answering share; and a tenant's search."""
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from ragkv import models
-from ragkv.background.idle import Idle
+from ragkv.answer import Source
+from ragkv.background import Idle
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder, Reranker
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
-from ragkv.retriever.reranker import Reranker
-from ragkv.retriever.retriever import Retriever
-
-if TYPE_CHECKING:
-    from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.retriever import Hit, Retriever, Scores, merged
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 logger = logging.getLogger(__name__)
@@ -33,11 +30,7 @@ class Corpus:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
         self.index = VectorIndex(self.catalog)
-        self.keywords: KeywordIndex | None = None
-        if config.mode == "hybrid":
-            from ragkv.retriever import keywords  # its library takes a second to import
-
-            self.keywords = keywords.KeywordIndex(self.catalog)
+        self.keywords = KeywordIndex(self.catalog) if config.mode == "hybrid" else None
 
 
 class Workspace:
@@ -61,9 +54,9 @@ class Workspace:
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
-        self._reranker: Reranker | None = None
+        self._scores: Scores | None = None
         if config.retrieval.reranker is not None:
-            self._reranker = Reranker(models.resolve(config.retrieval.reranker, self.home.path))
+            self._scores = Reranker(models.resolve(config.retrieval.reranker, self.home.path)).scores
         self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
@@ -78,8 +71,8 @@ class Workspace:
 
     def retriever(self, corpus: Corpus) -> Retriever:
         """Make a retriever. Each user needs its own, since it remembers questions."""
-        candidates = self.config.retrieval.candidates
-        return Retriever(corpus.catalog, corpus.index, self.embedder, corpus.keywords, self._reranker, candidates)
+        embed, candidates = self.embedder.embed_question, self.config.retrieval.candidates
+        return Retriever(corpus.catalog, corpus.index, embed, corpus.keywords, self._scores, candidates)
 
     async def start(self, report: Callable[[str], None] = lambda line: None) -> Engine:
         """Start vLLM, unless it is running, and return it."""
@@ -117,3 +110,42 @@ class Workspace:
     def chunk_kv(self, engine: Engine) -> ChunkKV:
         num_contexts = int(self.main.catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
         return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, num_contexts)
+
+
+class Search:
+    """Searches a tenant's documents, and those of other tenants that it may read, as one collection.
+
+    corpora: by their catalogue's scope.
+    """
+
+    def __init__(self, workspace: Workspace, tenant: str) -> None:
+        tenants, settings = workspace.config.tenants, workspace.config.retrieval
+        reads = tenants[tenant].reads if tenant in tenants else []
+        self._tenant = tenant
+        self.corpora = {corpus.catalog.scope: corpus for corpus in map(workspace.corpus, (tenant, *reads))}
+        self._retrievers = [workspace.retriever(corpus) for corpus in self.corpora.values()]
+        self._by_rank = settings.mode != "vector" or settings.reranker is not None
+
+    async def hits(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
+        """Return the best chunks for each question of a conversation, with regard to the questions before it."""
+        return await asyncio.to_thread(
+            lambda: [self._hits(question, top_k, questions[:i]) for i, question in enumerate(questions)]
+        )
+
+    def _hits(self, question: str, top_k: int, before: Sequence[str]) -> list[Hit]:
+        hits = [retriever.search(question, top_k, before) for retriever in self._retrievers]
+        return merged(hits, top_k, by_rank=self._by_rank)
+
+    def sources(self, hits: Sequence[Hit]) -> list[Source]:
+        """Name the documents that hits are from."""
+        titles = {
+            (scope, id): title
+            for scope, corpus in self.corpora.items()
+            for id, title in corpus.catalog.titles({h.chunk.document_id for h in hits if h.scope == scope}).items()
+        }
+        return [self._source(hit, titles.get((hit.scope, hit.chunk.document_id), "")) for hit in hits]
+
+    def _source(self, hit: Hit, title: str) -> Source:
+        chunk, owner = hit.chunk, self.corpora[hit.scope].tenant
+        corpus = owner if owner != self._tenant else None
+        return Source(chunk.document_id, title, chunk.id, chunk.ordinal, hit.score, chunk.text, corpus)

@@ -2,10 +2,10 @@
 
 import json
 import sqlite3
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.errors import StoreError
-from ragkv.files import USE_WAL, when_free
+from ragkv.files import Database
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
 
 APPLICATION_ID = 0x7261676B  # "ragk"
-BUSY_TIMEOUT_S = 60
 
 # Entry i brings a file from version i to i + 1 (PRAGMA user_version). Never edit an entry that was released: append.
 MIGRATIONS = (
@@ -59,7 +58,7 @@ class Chunk:
 class DocumentInfo:
     """A document as `Catalog.documents` lists it."""
 
-    id: str
+    name: str
     title: str
     num_chunks: int
     num_tokens: int
@@ -69,16 +68,15 @@ class Catalog:
     """An open catalogue. Many threads may share it, and many processes may open the same file.
 
     Opening makes the file if there is none. What a method has written survives kill -9 and loss of power. Every method
-    raises StoreError if SQLite fails: no space left, a damaged file, or another process that writes for longer than
-    BUSY_TIMEOUT_S. scope: that of `chunk_hash`, always the same for the same file.
+    raises StoreError if SQLite fails: no space left, a damaged file, or another process that writes for longer than a
+    minute. scope: that of `chunk_hash`, always the same for the same file.
     """
 
     def __init__(self, path: str | Path, scope: str = "") -> None:
         self.path, self.scope = Path(path), scope
-        self._lock = threading.RLock()
         with self._translated():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._db = Database(self.path)
         try:
             self._open()
         except BaseException:
@@ -92,8 +90,7 @@ class Catalog:
         self.close()
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
     @property
     def data_version(self) -> int:
@@ -115,39 +112,28 @@ class Catalog:
         vectors = np.asarray(vectors, "<f4")
         if len(chunks) != len(vectors) or (len(chunks) and vectors.ndim != 2):
             raise ValueError(f"{len(chunks)} chunks need as many vectors; the array is {vectors.shape}")
-        rows = [
-            (
-                id,
-                i,
-                chunk.text,
-                np.asarray(chunk.token_ids, "<i4").tobytes(),
-                chunk_hash(chunk.token_ids, self.scope),
-                row.tobytes(),
-            )
-            for i, (chunk, row) in enumerate(zip(chunks, vectors, strict=True))
-        ]
-        with self._transaction() as db:
-            db.execute("DELETE FROM documents WHERE id = ?", (id,))
-            other = db.execute("SELECT length(vector) / 4 FROM chunks LIMIT 1").fetchone()
-            if rows and other and other[0] != vectors.shape[1]:
+        statement = "INSERT INTO chunks (document_id, ordinal, text, token_ids, hash, vector) VALUES (?, ?, ?, ?, ?, ?)"
+        with self._writing() as run:
+            run("DELETE FROM documents WHERE id = ?", id)
+            other = run("SELECT length(vector) / 4 FROM chunks LIMIT 1")
+            if len(chunks) and other and other[0][0] != vectors.shape[1]:
                 raise StoreError(
-                    f"vectors of {vectors.shape[1]} dimensions don't fit the {other[0]} of '{self.path}'; use the "
+                    f"vectors of {vectors.shape[1]} dimensions don't fit the {other[0][0]} of '{self.path}'; use the "
                     "embedder it was made with, or delete its documents first"
                 )
-            db.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", (id, title, digest))
-            db.executemany(
-                "INSERT INTO chunks (document_id, ordinal, text, token_ids, hash, vector) VALUES (?, ?, ?, ?, ?, ?)",
-                rows,
-            )
-            db.execute("UPDATE catalog SET revision = revision + 1")
+            run("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", id, title, digest)
+            for i, (chunk, vector) in enumerate(zip(chunks, vectors, strict=True)):
+                token_ids, hash = np.asarray(chunk.token_ids, "<i4"), chunk_hash(chunk.token_ids, self.scope)
+                run(statement, id, i, chunk.text, token_ids.tobytes(), hash, vector.tobytes())
+            run("UPDATE catalog SET revision = revision + 1")
 
     def delete_document(self, id: str) -> bool:
         """Delete the document and its chunks. Returns whether the catalogue had it."""
-        with self._transaction() as db:
-            deleted = db.execute("DELETE FROM documents WHERE id = ?", (id,)).rowcount > 0
+        with self._writing() as run:
+            deleted = run("DELETE FROM documents WHERE id = ? RETURNING id", id)
             if deleted:
-                db.execute("UPDATE catalog SET revision = revision + 1")
-        return deleted
+                run("UPDATE catalog SET revision = revision + 1")
+        return bool(deleted)
 
     def empty_log(self) -> None:
         """Remove what was deleted from SQLite's log too. Raises StoreError if another process reads for too long."""
@@ -163,16 +149,19 @@ class Catalog:
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Return documents sorted by id: up to `limit` of those whose ids follow `after`."""
-        return self._infos("WHERE id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit)
+        rows = self._rows(
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
+            "FROM (SELECT * FROM documents WHERE id > ? ORDER BY id LIMIT ?) d "
+            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
+            after,
+            -1 if limit is None else limit,
+        )
+        return [DocumentInfo(*row) for row in rows]
 
     @property
     def text_bytes(self) -> int:
         """The size of all chunks' texts in UTF-8. Reads them all."""
         return int(self._rows("SELECT coalesce(sum(length(CAST(text AS BLOB))), 0) FROM chunks")[0][0])
-
-    def document(self, id: str) -> DocumentInfo | None:
-        found = self._infos("WHERE id = ?", id)
-        return found[0] if found else None
 
     def document_ids(self) -> list[str]:
         return [str(row[0]) for row in self._rows("SELECT id FROM documents ORDER BY id")]
@@ -234,27 +223,24 @@ class Catalog:
         return str(rows[0][0]) if rows else None
 
     def put_setting(self, name: str, value: str) -> None:
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", (name, value))
+        with self._writing() as run:
+            run("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", name, value)
 
     def _open(self) -> None:
         """Check whose file this is before anything is written to it, then bring it to this version."""
         self._check()
         with self._translated():
-            when_free(lambda: self._db.execute(USE_WAL), BUSY_TIMEOUT_S)
-            # NORMAL could lose the last commits with the power, and so give a chunk id out twice: indexes rely on it.
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            self._db.execute("PRAGMA secure_delete = ON")  # zeros where a deleted document was
-        with self._transaction() as db:
+            self._db.make_durable()  # a commit that got lost could give a chunk id out twice: indexes rely on it
+            self._db.run("PRAGMA foreign_keys = ON")
+            self._db.run("PRAGMA secure_delete = ON")  # zeros where a deleted document was
+        with self._writing() as run:
             version = self._check()
-            for statements in MIGRATIONS[version:]:
-                for statement in statements:
-                    db.execute(statement)
+            for statement in chain.from_iterable(MIGRATIONS[version:]):
+                run(statement)
             if version == 0:
-                db.execute("INSERT INTO catalog (revision) VALUES (0)")
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+                run("INSERT INTO catalog (revision) VALUES (0)")
+                run(f"PRAGMA application_id = {APPLICATION_ID}")
+            run(f"PRAGMA user_version = {len(MIGRATIONS)}")
 
     def _check(self) -> int:
         """Return the file's version, 0 for a new one. Raises StoreError for files that aren't ours to change."""
@@ -271,34 +257,18 @@ class Catalog:
             )
         return int(version)
 
-    def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
-        rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
-            f"FROM (SELECT * FROM documents {which}) d "
-            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
-            *parameters,
-        )
-        return [DocumentInfo(*row) for row in rows]
-
     def _rows(self, query: str, *parameters: object) -> list[Any]:
-        with self._translated(), self._lock:
-            return self._db.execute(query, parameters).fetchall()
+        with self._translated():
+            return self._db.run(query, *parameters)
 
     def _rows_in(self, query: str, values: Iterable[int] | Iterable[str]) -> list[Any]:
         """Run a query that ends in a column's name, for the rows that have one of `values` there."""
         return self._rows(f"{query} IN (SELECT value FROM json_each(?))", json.dumps(list(values)))
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._translated(), self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+    def _writing(self) -> Iterator[Callable[..., list[Any]]]:
+        with self._translated(), self._db.writing():
+            yield self._db.run
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

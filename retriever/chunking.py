@@ -24,13 +24,14 @@ class ChunkText:
 class Chunker:
     """Splits at the highest boundaries that fit: headings, paragraphs, sentences, words, at last characters.
 
-    `tokenizer` is a Tokenizer (copied, never changed) or a folder that holds tokenizer.json. Chunks are encoded each on
-    its own, and control tokens spelt out in a document ("<|im_end|>") become ordinary text.
+    folder: holds tokenizer.json. Chunks are encoded each on its own, and control tokens spelt out in a document
+    ("<|im_end|>") become ordinary text.
+
     Raises ModelError if the tokenizer can't be loaded, ConfigError if max_tokens or overlap can't be used.
     """
 
-    def __init__(self, tokenizer: Tokenizer | str | Path, max_tokens: int = 512, overlap: int = 0) -> None:
-        self._tokenizer = _load(tokenizer)
+    def __init__(self, folder: Path, max_tokens: int = 512, overlap: int = 0) -> None:
+        self._tokenizer = _load(folder / "tokenizer.json")
         self._max_tokens = max_tokens
         self._overlap = overlap
         self._capacity = max_tokens - len(self._encode(SEPARATOR))
@@ -67,18 +68,12 @@ class Chunker:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _load(tokenizer: Tokenizer | str | Path) -> Tokenizer:
-    if isinstance(tokenizer, Tokenizer):
-        copy: Tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    else:
-        path = Path(tokenizer, "tokenizer.json")
-        try:
-            copy = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # `tokenizers` raises bare Exception for a damaged file
-            raise ModelError(
-                f"can't load {str(path)!r} ({error}); give a folder with a valid tokenizer.json"
-            ) from error
-    copy.no_truncation()
-    copy.no_padding()
-    copy.encode_special_tokens = True
-    return copy
+def _load(path: Path) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # `tokenizers` raises bare Exception for a damaged file
+        raise ModelError(f"can't load {str(path)!r} ({error}); give a folder with a valid tokenizer.json") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer

@@ -70,20 +70,15 @@ def parse_html(data: bytes) -> tuple[str, str]:
     # no CSS selectors: under Python 3.11.2 (Debian 12) soupsieve 4.1 refuses even "p"
     for tag in soup.find_all(_is_dropped):
         tag.decompose()
-
-    def surround(tag: "Tag", space: str) -> None:
-        tag.insert_before(space)
-        tag.insert_after(space)
-
     strings: list[PageElement] = list(soup.find_all(string=True))
     for string in strings:
         # comments and declarations are subclasses: not text, and not to be made text
         if type(string) is NavigableString and string.find_parent("pre") is None:
             string.replace_with(re.sub(r"\s+", " ", string))
-    for tag in soup.find_all(_BLOCKS):
-        surround(tag, "\n\n")
-    for tag in soup.find_all(_LINES):
-        surround(tag, "\n")
+    for kinds, space in ((_BLOCKS, "\n\n"), (_LINES, "\n")):
+        for tag in soup.find_all(kinds):
+            tag.insert_before(space)
+            tag.insert_after(space)
     for tag in soup.find_all(["td", "th"]):
         tag.insert_after("\t")
     for tag in soup.find_all("br"):

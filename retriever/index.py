@@ -4,6 +4,7 @@ Knows nothing about texts.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import faiss
@@ -14,6 +15,7 @@ from ragkv.errors import StoreError
 from ragkv.retriever.catalog import Catalog
 
 BATCH = 4096  # vectors read from the catalogue at a time
+_MORE = 4  # asked of the index beyond `count`: some are the chunk itself, or the same text elsewhere
 
 
 class VectorIndex:
@@ -75,3 +77,25 @@ class VectorIndex:
         if not len(self):
             self._index = faiss.IndexIDMap(faiss.IndexFlatIP(vectors.shape[1]))
         self._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), np.array(ids, np.int64))
+
+
+def nearest(
+    chunk_hashes: Sequence[str], vectors: npt.NDArray[np.float32], catalog: Catalog, index: VectorIndex, count: int
+) -> dict[str, list[str]]:
+    """Return, for each of these chunks, the hashes of the `count` nearest others, best first.
+
+    They are likely to stand next to it in a prompt.
+
+    vectors: `[n, dim]`, of these chunks. The others are taken from these chunks and from the index.
+    """
+    similarity = vectors @ vectors.T  # [n, n]
+    neighbours: dict[str, list[str]] = {}
+    for i, chunk_hash in enumerate(chunk_hashes):
+        best = np.argsort(-similarity[i])[: count + _MORE]
+        scored = [(float(similarity[i, j]), chunk_hashes[j]) for j in best]
+        hits = index.search(vectors[i], count + _MORE)
+        hash_of = {chunk.id: chunk.chunk_hash for chunk in catalog.chunks(id for id, _ in hits)}
+        scored += [(score, hash_of[id]) for id, score in hits if id in hash_of]
+        ranked = dict.fromkeys(other for _, other in sorted(scored, key=lambda item: -item[0]))
+        neighbours[chunk_hash] = [other for other in ranked if other != chunk_hash][:count]
+    return neighbours

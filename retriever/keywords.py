@@ -7,17 +7,15 @@ import logging
 import sys
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-import bm25s
 import numpy as np
 import regex
 
 from ragkv.retriever.catalog import Catalog
-
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
 
 BATCH = 4096  # texts read from the catalogue at a time
 
@@ -33,17 +31,11 @@ def words(text: str) -> list[str]:
     for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
         if word.isascii():  # six times as fast as looking for runs in all of them
             found.append(word)
-        else:
-            found.extend(_parts(word))
+            continue
+        for run in _RUN.finditer(word):
+            is_long = run["unspaced"] and len(run[0]) > 2
+            found += [a + b for a, b in pairwise(run[0])] if is_long else [run[0]]
     return found
-
-
-def _parts(word: str) -> Iterator[str]:
-    for run in _RUN.finditer(word):
-        if run["unspaced"] and len(run[0]) > 2:
-            yield from (a + b for a, b in pairwise(run[0]))
-        else:
-            yield run[0]
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class _Built:
     """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) over the chunks `ids`, in this order."""
 
     ids: list[int]
-    scores: bm25s.BM25
+    scores: Any  # bm25s.BM25
 
 
 class KeywordIndex:
@@ -62,6 +54,9 @@ class KeywordIndex:
     """
 
     def __init__(self, catalog: Catalog) -> None:
+        import bm25s  # takes a second: only whoever searches by words waits for it, and not with the first question
+
+        logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # it turns its own debugging on
         self._catalog = catalog
         self._syncing = threading.Lock()
         self._revision = -1
@@ -118,6 +113,8 @@ class KeywordIndex:
 
 
 def _build(words_of: dict[int, list[str]]) -> _Built:
+    import bm25s
+
     having = {id: words_of[id] for id in sorted(words_of) if words_of[id]}
     scores = bm25s.BM25()
     if having:  # bm25s can't take the mean length of nothing

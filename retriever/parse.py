@@ -34,10 +34,13 @@ def write_documents(file: Path, documents: Iterable[Document]) -> None:
 
 
 def main(out: str, *rest: str) -> None:
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
-    _limit(resource.RLIMIT_CPU, CPU_S)
     files = [(Path(file), name) for file, name in zip(rest[::2], rest[1::2], strict=True)]
-    _limit(resource.RLIMIT_FSIZE, 8 * sum(file.stat().st_size for file, _ in files) + (64 << 20))
+    most_bytes = 8 * sum(file.stat().st_size for file, _ in files) + (64 << 20)
+    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CPU: CPU_S, resource.RLIMIT_FSIZE: most_bytes}
+    for what, value in limits.items():
+        _, most = resource.getrlimit(what)  # the process' own hard limit stays
+        limit = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(what, (limit, limit))
     write_documents(Path(out), _read(files))
 
 
@@ -53,13 +56,6 @@ def _read(files: Iterable[tuple[Path, str]]) -> Iterator[Document]:
             num_errors += 1
             if num_errors == _MAX_ERRORS:
                 sys.exit()
-
-
-def _limit(what: int, value: int) -> None:
-    """Set a resource limit, never above the process' own hard limit."""
-    _, most = resource.getrlimit(what)
-    value = value if most == resource.RLIM_INFINITY else min(value, most)
-    resource.setrlimit(what, (value, value))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,7 @@ import numpy.typing as npt
 from ragkv.errors import ConfigError
 from ragkv.retriever.catalog import Catalog, Chunk
 from ragkv.retriever.index import VectorIndex
-
-if TYPE_CHECKING:
-    from ragkv.retriever.keywords import KeywordIndex
+from ragkv.retriever.keywords import KeywordIndex
 
 _EARLIER = 0.3  # the weight of a question in the search for the one that follows it: docs/log/2026-11.md
 _NUM_EARLIER = 6  # questions, the one asked among them; the next would weigh 0.1%
@@ -23,18 +20,7 @@ _NUM_VECTORS = 1024  # questions, which come again with each turn of a conversat
 _RRF = 60  # Cormack, Clarke, Büttcher: Reciprocal Rank Fusion outperforms Condorcet, SIGIR 2009
 
 Vector = npt.NDArray[np.float32]
-
-
-class QuestionEmbedder(Protocol):
-    """What the retriever needs of an embedder."""
-
-    def embed_question(self, question: str) -> Vector: ...
-
-
-class PairScorer(Protocol):
-    """What the retriever needs of a reranker."""
-
-    def scores(self, question: str, texts: Sequence[str]) -> Vector: ...
+Scores = Callable[[str, Sequence[str]], Vector]  # of how well texts answer a question
 
 
 @dataclass(frozen=True)
@@ -52,24 +38,24 @@ class Hit:
 class Retriever:
     """The search of one catalogue as it is now, also after another process has changed it. Usable from many threads.
 
-    keywords: searched next to the vectors; the two rankings are fused. reranker: orders the hits anew. candidates: how
-    many chunks each search returns for these two, if no more are requested.
+    embed: makes a question a vector. keywords: searched next to the vectors; the two rankings are fused. scores: order
+    the hits anew. candidates: how many chunks each search returns for these two, if no more are requested.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         index: VectorIndex,
-        embedder: QuestionEmbedder,
-        keywords: "KeywordIndex | None" = None,
-        reranker: PairScorer | None = None,
+        embed: Callable[[str], Vector],
+        keywords: KeywordIndex | None = None,
+        scores: Scores | None = None,
         candidates: int = 50,
     ) -> None:
         self._catalog = catalog
         self._index = index
-        self._vector = lru_cache(_NUM_VECTORS)(embedder.embed_question)
+        self._vector = lru_cache(_NUM_VECTORS)(embed)
         self._keywords = keywords
-        self._reranker = reranker
+        self._scores = scores
         self._candidates = candidates
 
     def search(self, question: str, top_k: int, earlier: Sequence[str] = ()) -> list[Hit]:
@@ -82,23 +68,19 @@ class Retriever:
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
         asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
-        vector = self._direction(asked)
-        depth = top_k if self._keywords is None and self._reranker is None else max(top_k, self._candidates)
+        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
+        vector: Vector = mean / np.linalg.norm(mean)
+        depth = top_k if self._keywords is None and self._scores is None else max(top_k, self._candidates)
         hits = self._distinct(partial(self._index.search, vector), depth)
         if self._keywords is not None:
             hits = _fused([hits, self._with_words(self._keywords, asked, vector, depth)])[:depth]
-        if self._reranker is not None:
-            hits = self._reranked(self._reranker, question, hits)
+        if self._scores is not None and hits:
+            best = np.argsort(-self._scores(question, [hit.chunk.text for hit in hits]), kind="stable")
+            hits = [hits[i] for i in best]
         return hits[:top_k]
 
-    def _direction(self, asked: Sequence[tuple[str, float]]) -> Vector:
-        """Return the unit vector of the questions' weighted mean."""
-        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
-        unit: Vector = mean / np.linalg.norm(mean)
-        return unit
-
     def _with_words(
-        self, keywords: "KeywordIndex", asked: Sequence[tuple[str, float]], vector: Vector, count: int
+        self, keywords: KeywordIndex, asked: Sequence[tuple[str, float]], vector: Vector, count: int
     ) -> list[Hit]:
         found = self._distinct(partial(keywords.search, asked), count)
         ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
@@ -116,12 +98,6 @@ class Retriever:
             if len(hits) >= count or len(scores) < num_asked:
                 return list(hits.values())[:count]
             num_asked *= 2  # some were of one text, or deleted since
-
-    def _reranked(self, reranker: PairScorer, question: str, hits: Sequence[Hit]) -> list[Hit]:
-        if not hits:
-            return []
-        best = np.argsort(-reranker.scores(question, [hit.chunk.text for hit in hits]), kind="stable")
-        return [hits[i] for i in best]
 
 
 def _fused(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:

@@ -4,13 +4,31 @@ for it."""
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ragkv.store.base import StoreStats, Verification
-from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
+from ragkv.store.entries import EntryFile, EntryFolder
 from ragkv.store.opening import USAGE_NAME, store_errors
-from ragkv.store.record import ChunkKey, CorruptRecordError, check, codec_name, decode
+from ragkv.store.record import ChunkKey, CorruptRecordError, check, decode, read_header
 from ragkv.store.usage import Usage
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds. `size_bytes` is the sum of the records; `file_bytes` what they take on disk (0 in memory)."""
+
+    num_chunks: int
+    num_records: int
+    size_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`: `problems` has one line for each damaged entry, with its chunk hash."""
+
+    num_records: int
+    problems: list[str] = field(default_factory=list)
 
 
 class StoreAdmin:
@@ -35,10 +53,10 @@ class StoreAdmin:
         with self._errors():
             return self._usage.gauges()
 
-    def sizes(self) -> dict[ChunkKey, int]:
-        """Return what each entry takes on disk, in bytes."""
+    def sizes(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, int]:
+        """Return what each of these entries, or of all, takes on disk, in bytes; 0 if it isn't stored."""
         with self._errors():
-            return {key: entry_bytes(file.layout.lengths) for key, file in self._files()}
+            return {key: self._entries.size(key) for key in (self._entries if keys is None else keys)}
 
     def codecs(self) -> dict[str, int]:
         """Count the records of each codec, by the first record of each entry; damaged ones are left out."""
@@ -46,7 +64,7 @@ class StoreAdmin:
         with self._errors():
             for _, file in self._files():
                 with suppress(CorruptRecordError):
-                    counts[codec_name(file.read(0))] += len(file.layout.lengths)
+                    counts[read_header(file.read(0)).codec.name] += len(file.layout.lengths)
         return dict(counts)
 
     def verify(self) -> Verification:
@@ -77,7 +95,7 @@ class StoreAdmin:
             problems += [f"chunk {key.chunk_hash}: {count} of {most} layers" for key, count in entries if count < most]
         return Verification(num_records, problems)
 
-    def records(self, key: ChunkKey) -> list[bytes] | None:
+    def records(self, key: ChunkKey) -> list[memoryview] | None:
         """Return an entry's records as they are in the file, checked; None if it isn't stored.
 
         Raises CorruptRecordError for bytes that don't verify.

@@ -5,29 +5,10 @@ An entry is one chunk's KV after one anchor, all layers of it; `ChunkKey` names 
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """What a store holds. `size_bytes` is the sum of the records; `file_bytes` what they take on disk (0 in memory)."""
-
-    num_chunks: int
-    num_records: int
-    size_bytes: int
-    file_bytes: int
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of `verify`: `problems` has one line for each damaged entry, with its chunk hash."""
-
-    num_records: int
-    problems: list[str] = field(default_factory=list)
 
 
 class Snapshot(Protocol):

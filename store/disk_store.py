@@ -1,27 +1,25 @@
 """The KV store on disk, as requests and the indexer use it: put, find, read, evict and delete chunks' KV.
 
 Each entry is a file (`entries`), and the files tell what is stored; a table beside them knows their uses (`usage`).
-`opening` opens and recovers the folder, `snapshot` reads, `pool` keeps in memory what requests use, and `admin` counts
-and verifies. The methods of `ragkv.store.base.KVStore` are documented there.
+`opening` opens and recovers the folder, `memory` keeps what requests use, `admin` counts and verifies. The methods of
+`ragkv.store.base.KVStore` are documented there.
 """
 
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from ragkv.errors import StoreError
 from ragkv.store.admin import StoreAdmin
 from ragkv.store.codecs import CODECS
-from ragkv.store.entries import entry_bytes
+from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
 from ragkv.store.eviction import Hint
-from ragkv.store.memory import Staging
+from ragkv.store.memory import Pool, Staging
 from ragkv.store.opening import open_folder, store_errors
-from ragkv.store.pool import Pool
-from ragkv.store.record import ChunkKey, LayerKV, check, encode, record_bytes, tokens_in
-from ragkv.store.snapshot import DiskSnapshot
+from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV, check, decode, encode, read_header, record_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,11 @@ class DiskStore:
         self.path, self._codec, self._disk_bytes = path, CODECS[codec], disk_bytes
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # asks the system to; keeps no bytes
         self._has_memory = memory_bytes > 0
-        self._pool = _take_pool(memory_bytes, eviction, pinned)
+        try:
+            self._pool = Pool(memory_bytes, eviction, pinned=pinned)
+        except (MemoryError, RuntimeError) as error:
+            size = f"{memory_bytes / (1 << 30):g} GiB"
+            raise StoreError(f"no {size} of memory for KV: {error}. Lower store.memory_gib") from error
         self._staging: list[Staging] = []  # of snapshots that have ended
         self.entries, self._usage, self._lock = open_folder(path, eviction)
         self.admin = StoreAdmin(path, self.entries, self._usage)
@@ -88,7 +90,7 @@ class DiskStore:
                         if has_room:
                             files[key] = self.entries.write(key, records)
                         # Without room it is as if it had been stored and evicted: it is precomputed when it is missed.
-                        self._usage.put(key, size_bytes, cost=tokens_in(records[0]), stored=has_room)
+                        self._usage.put(key, size_bytes, cost=read_header(records[0]).shape[1], stored=has_room)
                 with self._usage.writing():
                     self.entries.publish({key: file for key, file in files.items() if self._usage.knows(key)})
             finally:
@@ -156,7 +158,7 @@ class DiskStore:
                     self._prefetcher.submit(self.entries.prefetch, key)
 
     @contextmanager
-    def snapshot(self) -> Iterator[DiskSnapshot]:
+    def snapshot(self) -> Iterator["DiskSnapshot"]:
         try:
             staging = self._staging.pop()
         except IndexError:
@@ -181,23 +183,22 @@ class DiskStore:
         When it returns, no file has them; a request that is just reading one reads it to the end. Copies in the memory
         of stores (this one's or another process's) are never returned again, and given up with the next request.
         """
+        num_deleted = 0
         with self._errors("delete from"), self._usage.writing():
-            return sum(
-                self._delete([*self.entries.keys_of(chunk_hash), *self._usage.known_of(chunk_hash)])
-                for chunk_hash in chunk_hashes
-            )
-
-    def delete_keys(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete these entries only, as `delete` does."""
-        with self._errors("delete from"), self._usage.writing():
-            return self._delete(list(keys))
-
-    def _delete(self, keys: Sequence[ChunkKey]) -> int:
-        num_deleted = sum(map(self.entries.contains, set(keys)))
-        self.entries.delete(keys)
-        for key in keys:
-            self._usage.forget(key)
+            for chunk_hash in chunk_hashes:
+                keys = self.entries.keys_of(chunk_hash)
+                self.entries.delete(keys)
+                self._usage.forget(bytes.fromhex(chunk_hash))  # an entry's key begins with it
+                num_deleted += len(keys)
         return num_deleted
+
+    def delete_keys(self, keys: Iterable[ChunkKey]) -> None:
+        """Delete these entries only, as `delete` does."""
+        keys = list(keys)
+        with self._errors("delete from"), self._usage.writing():
+            self.entries.delete(keys)
+            for key in keys:
+                self._usage.forget(key.prefix())
 
     def discard(self, key: ChunkKey) -> None:
         with self._errors("delete from"), self._usage.writing():
@@ -216,10 +217,53 @@ class DiskStore:
         return store_errors(self.path, verb)
 
 
-def _take_pool(memory_bytes: int, eviction: str, pinned: bool) -> Pool:
-    try:
-        return Pool(memory_bytes, eviction, pinned=pinned)
-    except (MemoryError, RuntimeError) as error:
-        raise StoreError(
-            f"no {memory_bytes / (1 << 30):g} GiB of memory for KV: {error}. Lower store.memory_gib"
-        ) from error
+class DiskSnapshot:
+    """Reads records straight to where they stay: to a slot of the pool if that keeps the entry, else to `staging`,
+    which the next layer takes again. They are checked there: what was checked is what is used, whatever becomes of the
+    file."""
+
+    def __init__(self, entries: EntryFolder, pool: Pool, staging: Staging) -> None:
+        self._entries, self._pool, self._staging = entries, pool, staging
+        self._files: dict[ChunkKey, EntryFile | None] = {}
+        self._staged_layer = 0
+
+    def get(self, key: ChunkKey, layer: int) -> LayerKV | None:
+        file = self._open(key)
+        if file is None or layer >= len(file.layout.lengths):
+            return None
+        kv = self._pool.get(key, file.layout, layer)
+        if kv is not None:
+            return kv
+        slot = self._pool.slot(key, file.layout, layer, in_use=self._files.keys())
+        memory = slot if slot is not None else self._stage(layer, file.layout.lengths[layer])
+        try:
+            file.read_into(layer, memory)
+            kv = decode(key.layer(layer), memory)
+        except BaseException:
+            if slot is not None:
+                self._pool.drop(key)
+            raise
+        if slot is not None:
+            self._pool.keep(key, layer, kv)
+        return kv
+
+    def prefetch(self, key: ChunkKey, layer: int) -> None:
+        with suppress(CorruptRecordError):  # `get` will say so
+            file = self._open(key)
+            if file is not None and layer < len(file.layout.lengths) and not self._pool.has(key, layer):
+                file.prefetch(layer)
+
+    def close(self) -> None:
+        for file in filter(None, self._files.values()):
+            file.close()
+
+    def _open(self, key: ChunkKey) -> EntryFile | None:
+        if key not in self._files:
+            self._files[key] = self._entries.open(key)
+        return self._files[key]
+
+    def _stage(self, layer: int, num_bytes: int) -> memoryview:
+        if layer != self._staged_layer:
+            self._staging.reuse()
+            self._staged_layer = layer
+        return self._staging.take(num_bytes)

@@ -5,7 +5,6 @@ records at multiples of ALIGNMENT. Its name is its key's, in one of 256 subfolde
 name. What a reader has opened it can read to the end, whatever becomes of the name.
 """
 
-import errno
 import os
 import secrets
 import struct
@@ -81,14 +80,14 @@ class Layout:
 
 
 class EntryFile:
-    """An open entry. Raises OSError as the system does; what it can't read of the disk is missing."""
+    """An open entry."""
 
     def __init__(self, descriptor: int, key: ChunkKey) -> None:
         """Read the head. Takes the descriptor, also where it raises CorruptRecordError for a head that isn't whole."""
         self._descriptor = descriptor
         try:
             status = os.fstat(descriptor)
-            lengths = read_head(_pread(descriptor, ALIGNMENT, 0), key)
+            lengths = read_head(os.pread(descriptor, ALIGNMENT, 0), key)
             self._first = padded(head_bytes(len(lengths)))
             self.layout = Layout(lengths, (status.st_ino, status.st_ctime_ns))
         except BaseException:
@@ -99,9 +98,11 @@ class EntryFile:
         """Return where a layer's record begins in the file."""
         return self._first + self.layout.starts[layer]
 
-    def read(self, layer: int) -> bytes:
-        """Return a layer's record; less of it where the file is cut off, nothing where the disk can't read it."""
-        return _pread(self._descriptor, self.layout.lengths[layer], self.offset(layer))
+    def read(self, layer: int) -> memoryview:
+        """Return a layer's record. Raises CorruptRecordError as `read_into` does."""
+        memory = memoryview(bytearray(self.layout.lengths[layer]))
+        self.read_into(layer, memory)
+        return memory
 
     def read_into(self, layer: int, memory: memoryview) -> None:
         """Fill `memory` with a layer's record. Raises CorruptRecordError where the file is cut off or can't be read.
@@ -109,7 +110,11 @@ class EntryFile:
         Copied and not mapped: what is copied can be cut off or damaged in the file and stays what it is, and a page
         that can't be read is an error here and no signal that kills the process.
         """
-        if _fill(self._descriptor, memory, self.offset(layer)) < len(memory):
+        done, begin = 0, self.offset(layer)
+        with suppress(OSError):  # of the disk
+            while done < len(memory) and (num_read := os.preadv(self._descriptor, [memory[done:]], begin + done)):
+                done += num_read
+        if done < len(memory):
             raise CorruptRecordError("the file ends before the record, or can't be read")
 
     def prefetch(self, layer: int) -> None:
@@ -184,6 +189,12 @@ class EntryFolder:
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_ctime_ns
+
+    def size(self, key: ChunkKey) -> int:
+        """Return the bytes of an entry's file, 0 if it isn't stored."""
+        with suppress(FileNotFoundError):
+            return self.path(key).stat().st_size
+        return 0
 
     @property
     def last_change(self) -> int:
@@ -275,23 +286,6 @@ def _key_of(name: str) -> ChunkKey | None:
 
 def _checksum(head: bytes) -> bytes:
     return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
-
-
-def _pread(descriptor: int, length: int, offset: int) -> bytes:
-    memory = bytearray(min(length, max(0, os.fstat(descriptor).st_size - offset)))  # or there may be no such memory
-    return bytes(memory[: _fill(descriptor, memoryview(memory), offset)])
-
-
-def _fill(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Read up to the end of the file, or to what the disk can't read. Returns the number of bytes."""
-    done = 0
-    try:
-        while done < len(memory) and (num_read := os.preadv(descriptor, [memory[done:]], offset + done)):
-            done += num_read
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-    return done
 
 
 def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:

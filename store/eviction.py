@@ -6,7 +6,7 @@ added to a new priority, it lets what was popular once age.
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,15 +61,6 @@ class Eviction:
         self._stamps = itertools.count(1)
         self._clock = 0.0
         self.size_bytes = 0
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._entries)
 
     def add(self, key: Hashable, size_bytes: int, cost: float) -> None:
         """Add or replace an entry, as used just now."""

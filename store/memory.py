@@ -1,15 +1,22 @@
-"""Memory that records are read into: taken whole, in huge pages where the system has them, and reused.
+"""Memory that records are read into: the pool, which keeps what requests use, and staging for what isn't kept.
 
-Taken page by page, it would cost the first request of a chunk more than all later ones save.
+It is taken whole, in huge pages where the system has them, and reused: taken page by page, it would cost the first
+request of a chunk more than all later ones save. An entry in the pool is used only as long as the version that it was
+read from is the one that is stored.
 """
 
 import errno
 import logging
 import mmap
+from bisect import insort
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 
 import torch
 
-from ragkv.store.entries import padded
+from ragkv.store.entries import Layout, padded
+from ragkv.store.eviction import Eviction, Hint
+from ragkv.store.record import ChunkKey, LayerKV
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +72,124 @@ class Staging:
         self.reuse()
         while sum(map(len, self._blocks)) > _KEPT_BYTES:
             self._blocks.pop()
+
+
+@dataclass
+class _Held:
+    """An entry; its records are in the memory from `start` on. layers: those that are read and verify."""
+
+    layout: Layout
+    hint: Hint | None
+    start: int
+    layers: dict[int, LayerKV] = field(default_factory=dict)
+
+
+class Pool:
+    """At most `memory_bytes` of entries, by the policy `eviction` (`ragkv.store.eviction.POLICIES`); 0: none. pinned: a
+    GPU reads the memory by itself. Not thread-safe.
+
+    Raises MemoryError if the system hasn't got that much.
+    """
+
+    def __init__(self, memory_bytes: int, eviction: str = "gdsf", *, pinned: bool = False) -> None:
+        self._arena = take_memory(memory_bytes, pinned=pinned) if memory_bytes else memoryview(b"")
+        self._used: list[tuple[int, int]] = []  # sorted ranges of the memory, start and end
+        self._eviction = Eviction(eviction)
+        self._held: dict[ChunkKey, _Held] = {}
+        self._requested: dict[ChunkKey, Hint | None] = {}
+        self._entered: set[ChunkKey] = set()  # since `take_changes`
+        self._left: set[ChunkKey] = set()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._held
+
+    def request(self, hints: Mapping[ChunkKey, Hint | None]) -> None:
+        """Note the entries that a request is going to use: those in memory stay, the others are kept once they are
+        read, but for ephemeral ones. Entries that no request uses, such as those read at index time, aren't kept."""
+        self._requested = {key: hint for key, hint in hints.items() if hint != "ephemeral"}
+        for key, hint in hints.items():
+            if self._eviction.touch(key):
+                self._held[key].hint = hint
+
+    def get(self, key: ChunkKey, layout: Layout, layer: int) -> LayerKV | None:
+        held = self._held.get(key)
+        if held is not None and held.layout != layout:  # it was replaced
+            self.drop(key)
+            held = None
+        return held.layers.get(layer) if held else None
+
+    def has(self, key: ChunkKey, layer: int) -> bool:
+        held = self._held.get(key)
+        return held is not None and layer in held.layers
+
+    def slot(self, key: ChunkKey, layout: Layout, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
+        """Return the memory to read a record to that `get` didn't return; None unless the entry is requested and room
+        can be made without evicting what is `in_use`, requested or pinned. The caller then calls `keep` if the record
+        verifies, else `drop`."""
+        held = self._held.get(key)
+        if held is None and key in self._requested:
+            start = self._make_room(layout.size_bytes, in_use)
+            if start is not None:
+                held = self._held[key] = _Held(layout, self._requested[key], start)
+        if held is None or held.layout != layout or layer in held.layers:
+            return None
+        start = held.start + layout.starts[layer]
+        return self._arena[start : start + layout.lengths[layer]]
+
+    def keep(self, key: ChunkKey, layer: int, kv: LayerKV) -> None:
+        """Keep the record that was read to the slot and verifies."""
+        held = self._held[key]
+        if not held.layers:
+            self._eviction.add(key, held.layout.size_bytes, cost=kv.k.shape[1])
+            self._entered.add(key)
+        held.layers[layer] = kv
+
+    def drop(self, key: ChunkKey) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._eviction.remove(key)
+            self._free(held)
+            if held.layers:
+                self._left.add(key)
+
+    def refresh(self, version: Callable[[ChunkKey], object], hint: Callable[[ChunkKey], Hint | None]) -> None:
+        """Drop the entries that aren't stored any more in the version that is held."""
+        for key, held in list(self._held.items()):
+            if version(key) == held.layout.version:
+                held.hint = hint(key)
+            else:
+                self.drop(key)
+
+    def take_changes(self) -> tuple[list[str], list[str]]:
+        """Return the hashes of the chunks that entered memory, and of those that left it, since the last call."""
+        entered = sorted(key.chunk_hash for key in self._entered & self._held.keys())
+        left = sorted(key.chunk_hash for key in self._left - self._held.keys())
+        self._entered, self._left = set(), set()
+        return entered, left
+
+    def _make_room(self, length: int, in_use: Set[ChunkKey]) -> int | None:
+        """Take so much memory, and return where it begins; None if it can't be had."""
+        spared = self._requested.keys() | in_use | {key for key, held in self._held.items() if held.hint == "pin"}
+        staying = sum(self._held[key].layout.size_bytes for key in spared if key in self._held)
+        if staying + length > len(self._arena):
+            return None
+        while (start := self._first_gap(length)) is None:
+            victim = self._eviction.evict(spared)
+            if victim is None:  # what stays leaves no gap that is large enough
+                return None
+            assert isinstance(victim, ChunkKey)
+            self._free(self._held.pop(victim))
+            self._left.add(victim)
+        insort(self._used, (start, start + length))
+        return start
+
+    def _first_gap(self, length: int) -> int | None:
+        end = 0
+        for start, next_end in self._used:
+            if start - end >= length:
+                return end
+            end = next_end
+        return end if end + length <= len(self._arena) else None
+
+    def _free(self, held: _Held) -> None:
+        self._used.remove((held.start, held.start + held.layout.size_bytes))

@@ -11,8 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ragkv.errors import StoreError
-from ragkv.store.entries import EntryFolder, entry_bytes
-from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, tokens_in
+from ragkv.store.entries import EntryFolder
+from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, read_header
 from ragkv.store.usage import Usage, is_damage
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,12 @@ def open_folder(path: Path, policy: str) -> tuple[EntryFolder, Usage, int]:
         try:
             # Not `filelock`'s: every user shares it, and one that mends the folder is alone.
             fcntl.flock(lock, fcntl.LOCK_SH)
-            is_alone = _try_alone(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_alone = True  # and none comes before the lock is shared again
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH)  # the attempt has given it up
+                is_alone = False
             entries = EntryFolder(path / f"v{FORMAT_VERSION}")
             if is_alone:
                 entries.remove_unfinished()
@@ -55,16 +60,6 @@ def _check_format(path: Path) -> None:
             f"{path} holds KV records of format {found[0]}; this release reads format {FORMAT_VERSION}. Use the "
             "release that wrote it, another --home, or delete the folder and index again"
         )
-
-
-def _try_alone(lock: int) -> bool:
-    """Return whether no other process uses the folder; none comes before the lock is shared again."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # the attempt has given it up
-        return False
-    return True
 
 
 def _open_usage(file: Path, policy: str, is_alone: bool) -> Usage:
@@ -92,7 +87,8 @@ def _fill(usage: Usage, entries: EntryFolder) -> None:
                 if (file := entries.open(key)) is None:
                     continue
                 with closing(file):
-                    usage.put(key, entry_bytes(file.layout.lengths), cost=tokens_in(file.read(0)), stored=True)
+                    num_tokens = read_header(file.read(0)).shape[1]
+                usage.put(key, entries.size(key), cost=num_tokens, stored=True)
             except CorruptRecordError as error:
                 logger.warning("chunk %s is deleted: %s", key.chunk_hash, error)
                 entries.delete([key])

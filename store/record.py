@@ -129,10 +129,10 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale)
 
 
-def check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview]:
+def check(key: bytes, value: bytes | memoryview) -> tuple["Header", memoryview]:
     """Return a record's header and payload. Raises CorruptRecordError unless `encode` wrote it under this key."""
     view = memoryview(value)
-    head = _parse(view)
+    head = read_header(view)
     if view[_KEY_OFFSET : _KEY_OFFSET + len(key)] != key:
         raise CorruptRecordError("the record of another key")
     header, payload = view[:_CHECKSUM_OFFSET], view[_HEADER_SIZE:]
@@ -147,22 +147,13 @@ def check(key: bytes, value: bytes | memoryview) -> tuple["_Header", memoryview]
 def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
     """Return the length of the record that `encode` makes."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
-    shape = (num_kv_heads, num_tokens, head_size)
-    return _Header(codec, kv.k.dtype, shape, kv.base_position, kv.v_std is not None).length
-
-
-def tokens_in(value: bytes | memoryview) -> int:
-    """Return how many tokens a record is of. Raises CorruptRecordError for bytes that are no record."""
-    return _parse(memoryview(value)).shape[1]
-
-
-def codec_name(value: bytes | memoryview) -> str:
-    """Return the name of the codec of the record that begins here. Raises CorruptRecordError if none does."""
-    return _parse(memoryview(value)).codec.name
+    return Header(codec, kv.k.dtype, (num_kv_heads, num_tokens, head_size), 0, kv.v_std is not None).length
 
 
 @dataclass(frozen=True)
-class _Header:
+class Header:
+    """What a record says of itself. shape: of K and V, `[Hkv, T, D]`."""
+
     codec: Codec
     dtype: torch.dtype
     shape: tuple[int, int, int]
@@ -184,14 +175,15 @@ class _Header:
         return _HEADER_SIZE + self.size_bytes + self.v_std_bytes
 
 
-def _parse(view: memoryview) -> _Header:
-    if len(view) < _HEADER_SIZE:
-        raise CorruptRecordError(f"{len(view)} bytes are too few for a header")
-    return _parse_fields(bytes(view[: _HEADER.size]))
+def read_header(value: bytes | memoryview) -> Header:
+    """Read the header of the record that begins here. Raises CorruptRecordError if none does."""
+    if len(value) < _HEADER_SIZE:
+        raise CorruptRecordError(f"{len(value)} bytes are too few for a header")
+    return _parse_fields(bytes(value[: _HEADER.size]))
 
 
 @lru_cache(64)  # most records of a store begin alike
-def _parse_fields(fields: bytes) -> _Header:
+def _parse_fields(fields: bytes) -> Header:
     magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack(fields)
     if magic != _MAGIC:
         raise CorruptRecordError("not a KV record")
@@ -199,7 +191,7 @@ def _parse_fields(fields: bytes) -> _Header:
     if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
         raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
     shape = (num_kv_heads, num_tokens, head_size)
-    return _Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_V_STD))
+    return Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_V_STD))
 
 
 def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:

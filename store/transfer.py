@@ -55,15 +55,11 @@ def export_chunks(store: DiskStore, file: BinaryIO, progress: Callable[[int], No
                 continue
             if records is None:
                 continue  # deleted in the meantime
-            names.append(_name(key))
+            names.append(f"{key.chunk_hash}/{key.prefix().hex().removeprefix(key.chunk_hash)}")
             _add(archive, names[-1], b"".join((make_head(key, [*map(len, records)]), *records)))
             done.add(key, size_bytes)
         _add(archive, _LIST, "\n".join(names).encode())
     return done
-
-
-def _name(key: ChunkKey) -> str:
-    return f"{key.chunk_hash}/{key.prefix().hex().removeprefix(key.chunk_hash)}"
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -8,14 +8,14 @@ is stored. So a damaged table is made anew from them (`ragkv.store.opening`).
 import logging
 import os
 import sqlite3
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from ragkv.files import USE_WAL, when_free
+from ragkv.files import Database
 from ragkv.store.eviction import HINTS, POLICIES, Entry, Hint
 from ragkv.store.record import PREFIX_BYTES, ChunkKey
 
@@ -23,24 +23,12 @@ logger = logging.getLogger(__name__)
 
 SESSION_S = 1800.0
 _WRITTEN_EVERY_S = 10.0
-_WAIT_S = 60  # for another process that writes
 _SCHEMA = (
     "create table clock (value real not null) strict",
     "create table usage (key blob primary key, size integer not null, cost real not null, uses integer not null, "
     "used_at real not null, priority real not null, hint text, stored integer not null) strict, without rowid",
     "create index usage_priority on usage (priority)",
 )
-_NOT_DAMAGE = {  # what keeps a file that is whole from being used
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_READONLY,
-}
 
 
 class Usage:
@@ -51,121 +39,94 @@ class Usage:
     """
 
     def __init__(self, file: Path, policy: str) -> None:
-        self._file, self._priority = file, POLICIES[policy]
+        self._priority = POLICIES[policy]
         self._counts: Counter[bytes] = Counter()  # not yet in the table
         self._written_at = time.monotonic()
-        self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
-        self._connections: list[sqlite3.Connection] = []
+        self._reader, self._writer = Database(file), Database(file)  # two, so that no reading waits for a writer
+        self.writing = self._writer.writing  # of entry files too
         try:
-            self._reader, self._writer = self._connect(), self._connect()
+            for database in (self._reader, self._writer):
+                database.make_durable()
+                database.run("pragma cell_size_check = on")
             self._prepare()
         except BaseException:
             self.close()
             raise
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
-        self._connections.append(connection)
-        when_free(lambda: _query(connection, USE_WAL), _WAIT_S)
-        for pragma in ("synchronous = full", "cell_size_check = on"):
-            _query(connection, f"pragma {pragma}")
-        return connection
-
     def _prepare(self) -> None:
         """Make the tables, or check that they are as they were made."""
         with self.writing():
-            if not self._query("select 1 from sqlite_master limit 1"):
+            if not self._writer.run("select 1 from sqlite_master limit 1"):
                 for statement in _SCHEMA:
-                    self._query(statement)
-        schema = self._read("select lower(sql) from sqlite_master where sql is not null order by rowid")
-        problems = [row[0] for row in self._read("pragma integrity_check")]
+                    self._writer.run(statement)
+        schema = self._reader.run("select lower(sql) from sqlite_master where sql is not null order by rowid")
+        problems = [row[0] for row in self._reader.run("pragma integrity_check")]
         if schema != [(statement,) for statement in _SCHEMA] or problems != ["ok"]:
             raise sqlite3.DatabaseError("; ".join(map(str, problems[:3])))
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Be the one writer of all processes, of entry files too; commit at the end what was changed inside."""
-        with self._write_lock:
-            _query(self._writer, "begin immediate")
-            try:
-                yield
-                _query(self._writer, "commit")
-            except BaseException:
-                if self._writer.in_transaction:  # SQLite ends one itself after some errors
-                    _query(self._writer, "rollback")
-                raise
 
     # Inside `writing`
 
     def put(self, key: ChunkKey, size_bytes: int, cost: float, *, stored: bool) -> None:
         """Count the storing of an entry as a use. cost: of computing it again, in any unit; stored: False if there was
         no room for it."""
-        known = self._query("select uses, hint from usage where key = ?", key.prefix())
-        uses, hint = known[0] if known else (0, None)
+        known = self._known(key.prefix())
+        uses, hint = known[0][3:5] if known else (0, None)
         self._write(key.prefix(), Entry(size_bytes, cost, uses + 1), hint, stored)
 
     def hint(self, chunk_hash: str, hint: Hint | None) -> None:
         """Set the hint of all entries of a chunk."""
-        rows = self._query(
-            "select key, size, cost, uses, stored from usage where key between ? and ?", *_of(chunk_hash)
-        )
-        for key, size_bytes, cost, uses, stored in rows:
+        for key, size_bytes, cost, uses, _, stored in self._known(bytes.fromhex(chunk_hash)):
             self._write(key, Entry(size_bytes, cost, uses), hint, stored)
 
     def evict(self, num_bytes: int) -> list[ChunkKey]:
         """Choose entries that free this many bytes, those that are worth least, and count them as evicted; fewer if
         the rest must stay."""
         evicted, clock = [], self._clock()
-        rows = self._writer.execute(
+        statement = (
             "select key, size, priority from usage where stored and hint is not 'pin' "
-            "and not (hint is 'session' and used_at > ?) order by priority",
-            (time.time() - SESSION_S,),
+            "and not (hint is 'session' and used_at > ?) order by priority"
         )
-        for key, size_bytes, priority in rows:
-            if num_bytes <= 0:
-                break
-            num_bytes -= size_bytes
-            clock = max(clock, priority)
-            evicted.append(key)
-        rows.close()
-        for key in evicted:
-            self._query("update usage set stored = 0 where key = ?", key)
-        self._query("delete from clock")
-        self._query("insert into clock values (?)", clock)
-        return [ChunkKey.parse(key) for key in evicted]
+        with closing(self._writer.connection.execute(statement, (time.time() - SESSION_S,))) as rows:
+            for key, size_bytes, priority in rows:
+                if num_bytes <= 0:
+                    break
+                num_bytes -= size_bytes
+                clock = max(clock, priority)
+                evicted.append(key)
+        self._writer.run("delete from clock")
+        self._writer.run("insert into clock values (?)", clock)
+        keys = [ChunkKey.parse(key) for key in evicted]
+        for key in keys:
+            self.lose(key)
+        return keys
 
     def lose(self, key: ChunkKey) -> None:
         """Count an entry as evicted, whose uses are remembered."""
-        self._query("update usage set stored = 0 where key = ?", key.prefix())
+        self._writer.run("update usage set stored = 0 where key = ?", key.prefix())
 
-    def forget(self, key: ChunkKey) -> None:
-        self._query("delete from usage where key = ?", key.prefix())
+    def forget(self, prefix: bytes) -> None:
+        """Forget all entries whose keys begin with `prefix`."""
+        self._writer.run("delete from usage where key between ? and ?", *_bounds(prefix))
 
     def knows(self, key: ChunkKey) -> bool:
-        return bool(self._query("select 1 from usage where key = ?", key.prefix()))
-
-    def known_of(self, chunk_hash: str) -> list[ChunkKey]:
-        """Return the keys of a chunk's entries, stored or evicted."""
-        rows = self._query("select key from usage where key between ? and ?", *_of(chunk_hash))
-        return [ChunkKey.parse(key) for (key,) in rows]
+        return bool(self._known(key.prefix()))
 
     def write_counts(self) -> None:
         counts, self._counts = self._counts, Counter()
         self._written_at = time.monotonic()
         for key, count in counts.items():
-            rows = self._query("select size, cost, uses, hint, stored from usage where key = ?", key)
-            for size_bytes, cost, uses, hint, stored in rows:
+            for _, size_bytes, cost, uses, hint, stored in self._known(key):
                 self._write(key, Entry(size_bytes, cost, uses + count), hint, stored)
 
     @property
     def stored_bytes(self) -> int:
-        return int(self._query("select coalesce(sum(size), 0) from usage where stored")[0][0])
+        return int(self._writer.run("select coalesce(sum(size), 0) from usage where stored")[0][0])
 
     # At any time
 
     @property
     def is_empty(self) -> bool:
-        return not self._read("select 1 from usage limit 1")
+        return not self._reader.run("select 1 from usage limit 1")
 
     def count(self, keys: Iterable[ChunkKey]) -> None:
         """Count a use of each of these entries."""
@@ -185,66 +146,50 @@ class Usage:
     def hint_of(self, key: ChunkKey) -> Hint | None:
         """Return how an entry is to be treated. None also if the table is damaged."""
         try:
-            rows = self._read("select hint from usage where key = ?", key.prefix())
+            rows = self._reader.run("select hint from usage where key = ?", key.prefix())
         except sqlite3.Error:
             return None
         return rows[0][0] if rows and rows[0][0] in HINTS else None
 
     def evicted(self) -> list[ChunkKey]:
         """Return the keys of entries that were evicted, or had no room, and aren't stored again."""
-        rows = self._read("select key from usage where not stored order by key")
+        rows = self._reader.run("select key from usage where not stored order by key")
         return [ChunkKey.parse(key) for (key,) in rows if len(key) == PREFIX_BYTES]
 
     def gauges(self) -> dict[str, int]:
         """Count entries stored and evicted, and the bytes of the stored ones."""
         statement = "select coalesce(sum(stored), 0), count(*), coalesce(sum(size * stored), 0) from usage"
-        stored, known, size_bytes = self._read(statement)[0]
+        stored, known, size_bytes = self._reader.run(statement)[0]
         return {"entries": stored, "evicted_entries": known - stored, "disk_bytes": size_bytes}
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        self._reader.close()
+        self._writer.close()
+
+    def _known(self, prefix: bytes) -> list[Any]:
+        statement = "select key, size, cost, uses, hint, stored from usage where key between ? and ?"
+        return self._writer.run(statement, *_bounds(prefix))
 
     def _write(self, key: bytes, entry: Entry, hint: str | None, stored: bool) -> None:
         entry.stamp = time.time()
         priority = -1.0 if hint == "ephemeral" else self._priority(entry, self._clock())
         row = (key, entry.size_bytes, entry.cost, entry.frequency, entry.stamp, priority, hint, stored)
-        self._query("insert or replace into usage values (?, ?, ?, ?, ?, ?, ?, ?)", *row)
+        self._writer.run("insert or replace into usage values (?, ?, ?, ?, ?, ?, ?, ?)", *row)
 
     def _clock(self) -> float:
-        rows = self._query("select value from clock")
-        return float(rows[0][0]) if rows else 0.0
-
-    def _query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        return _query(self._writer, statement, *values)
-
-    def _read(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._read_lock:
-            return _query(self._reader, statement, *values)
+        return float(self._writer.run("select coalesce(max(value), 0) from clock")[0][0])
 
 
-def _of(chunk_hash: str) -> tuple[bytes, bytes]:
-    """Return bounds of the keys of a chunk's entries."""
-    return bytes.fromhex(chunk_hash), bytes.fromhex(chunk_hash) + b"\xff" * PREFIX_BYTES
-
-
-def _query(connection: sqlite3.Connection, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-    """Raises nothing but sqlite3.Error."""
-    try:
-        with closing(connection.execute(statement, values)) as cursor:
-            return cursor.fetchall()
-    except UnicodeDecodeError as error:  # from Python, of a message of SQLite's that quotes what went bad
-        raise sqlite3.DatabaseError(f"the table holds text that went bad: {error}") from error
+def _bounds(prefix: bytes) -> tuple[bytes, bytes]:
+    return prefix, prefix + b"\xff" * PREFIX_BYTES
 
 
 def is_damage(error: Exception, file: Path) -> bool:
     """Return whether the error says that the table holds what nobody wrote, and not that the system doesn't let it be
     used."""
-    if not isinstance(error, sqlite3.Error):
-        return False
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # Python's own errors have none
-    if code == sqlite3.SQLITE_IOERR_SHORT_READ:
-        return True
+    if not isinstance(error, sqlite3.OperationalError):
+        return isinstance(error, sqlite3.Error)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own errors have none
     if code == sqlite3.SQLITE_READONLY:  # a damaged header may say so too
         return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
-    return code & 0xFF not in _NOT_DAMAGE
+    return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF == sqlite3.SQLITE_ERROR  # the latter of a bad schema

@@ -52,7 +52,7 @@ def text_of(layout, token_ids):
 
 
 def hit(layout, text):
-    tokens = layout._plain(text)
+    tokens = layout._encode(text, plain=True)
     return Hit(Chunk(next(numbers), "document", 0, text, tokens, chunk_hash(tokens)), 0.5)
 
 
@@ -71,7 +71,7 @@ def test_turns_follow_each_other_as_the_template_has_them(layout):
 
 def test_with_a_cue_the_prompt_is_plain_text_that_ends_in_it(tmp_path):
     layout = layout_of(tmp_path, CHATML, "\nSummary:")
-    prompt = layout.assemble([layout._plain("ONE.\n")], layout.question_tokens("A: Hi"))
+    prompt = layout.assemble([layout._encode("ONE.\n", plain=True)], layout.question_tokens("A: Hi"))
     assert text_of(layout, prompt.token_ids) == "Heed this.\n\nONE.\nAsked: A: Hi\nSummary:"
 
 
@@ -134,7 +134,7 @@ def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, 
         fitted = fit(layout, Conversation(question, tuple(turns), "Be kind."), found, room)
         tokens = fitted.prompt.token_ids
         assert len(tokens) <= room
-        assert [layout._plain(h.chunk.text) for h in fitted.hits] == [
+        assert [layout._encode(h.chunk.text, plain=True) for h in fitted.hits] == [
             tokens[a:b] for a, b in fitted.prompt.chunk_ranges
         ]
         assert len({h.chunk.chunk_hash for h in fitted.hits}) == len(fitted.hits)
@@ -146,7 +146,7 @@ def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, 
                 fitted.question_hits == found[-1][: len(fitted.question_hits)] == fitted.hits
             )  # all else went at once
         answer = f"answer {i}"
-        before = [*tokens, *layout._plain(answer)]
+        before = [*tokens, *layout._encode(answer, plain=True)]
         turns.append(Turn(question, answer))
     assert kept >= 4
 

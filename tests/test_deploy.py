@@ -22,7 +22,7 @@ from ragkv.server.run import GRACE_S
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = ("cpu.Dockerfile", "cuda.Dockerfile")
-CODE = ("server/metrics.py", "engine/engine.py", "pipeline.py")  # where labels get their values
+CODE = ("server/metrics.py", "server/tenants.py", "engine/engine.py", "pipeline.py")  # where labels get their values
 OF_PROMETHEUS = {"instance", "job"}  # what it adds to every series
 EXAMPLES = {"store": {"disk_gib"}, "model": {"max_model_len"}, "server": {"keys"}}  # settings without a default
 

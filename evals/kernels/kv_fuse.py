@@ -7,8 +7,7 @@ import torch
 
 from ragkv.evals.kernels.timing import DEVICE, DTYPE, HEAD_SIZE, KV_HEADS, LENGTHS, kernels, measure
 from ragkv.kernels.kv_fuse import Staged
-from ragkv.kernels.operands import PagedKV
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import PagedKV, Rotation
 
 BLOCK_SIZE, CHUNK = 16, 512  # tokens
 

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ragkv import models
-from ragkv.background import canary
+from ragkv import background, models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
@@ -29,7 +28,7 @@ from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Row
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt, PromptLayout
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.disk_store import DiskStore
 
@@ -173,8 +172,8 @@ class QualityBench:
         return fused
 
     def _row(self, example: Example, prompt: Prompt, arm: Arm, full: Baseline, fused: Fused) -> Row:
-        greedy_kl = canary.kl(full.greedy_probs, fused.greedy_probs)
-        gold_kl = canary.kl(full.gold_probs, fused.gold_probs)
+        greedy_kl = background.kl(full.greedy_probs, fused.greedy_probs)
+        gold_kl = background.kl(full.gold_probs, fused.gold_probs)
         recomputed = sum(end - start for start, end in fused.report.tokens.recomputed_runs)
         row = {
             "example": example.id,

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +22,13 @@ from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Retrieval
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder, Reranker
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
-from ragkv.retriever.reranker import Reranker
-from ragkv.retriever.retriever import PairScorer, QuestionEmbedder, Retriever
+from ragkv.retriever.retriever import Retriever, Scores
 
 MODES = ("vector", "hybrid")
 Recalls = npt.NDArray[np.float64]  # [tasks, depths]
-
-
-class QuestionAndTextEmbedder(QuestionEmbedder, Protocol):
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,11 @@ def run(config: Config, wanted: Retrieval, progress: Progress) -> Iterator[Row]:
     """Yield the rows of `compare`, with the models by which they came about."""
     collection = load(wanted.dataset, wanted.data)
     name = config.retrieval.reranker
-    reranker = None if name is None else Reranker(models.resolve(name, config.home))
+    scores = None if name is None else Reranker(models.resolve(name, config.home)).scores
     embedder = Embedder(models.resolve(config.index.embedder, config.home))
     used = {"embedder": Path(config.index.embedder).name, "reranker": name and Path(name).name}
     candidates = config.retrieval.candidates
-    for row in compare(wanted.dataset, collection, embedder, reranker, wanted.depths, candidates, progress):
+    for row in compare(wanted.dataset, collection, embedder, scores, wanted.depths, candidates, progress):
         yield {**row, **used}
 
 
@@ -79,8 +73,8 @@ def load(name: str, data: Path) -> Collection:
 def compare(
     name: str,
     collection: Collection,
-    embedder: QuestionAndTextEmbedder,
-    reranker: PairScorer | None,
+    embedder: Embedder,
+    scores: Scores | None,
     depths: Sequence[int],
     candidates: int,
     progress: Progress,
@@ -90,15 +84,15 @@ def compare(
     A way is a mode, without a reranker and with it. recall: the mean share of a task's passages among the first `depth`
     chunks; difference: from the first way's, with a 95% interval, paired by task.
     """
-    ways = [(mode, scorer) for scorer in dict.fromkeys((None, reranker)) for mode in MODES]
+    ways = [(mode, scorer) for scorer in dict.fromkeys((None, scores)) for mode in MODES]
     recalls: list[Recalls] = []
     with tempfile.TemporaryDirectory() as folder, Catalog(Path(folder) / "catalog.sqlite") as catalog:
         chunks = [ChunkText(text, tuple(text.encode())) for text in collection.passages]  # bytes name them as well
         catalog.put_document(name, name, "", chunks, embedder.embed(collection.passages))
-        index, asking = VectorIndex(catalog), _Asking(embedder)
+        index, embed = VectorIndex(catalog), cache(embedder.embed_question)
         for i, (mode, scorer) in enumerate(ways):
             keywords = KeywordIndex(catalog) if mode == "hybrid" else None
-            retriever = Retriever(catalog, index, asking, keywords, scorer, candidates)
+            retriever = Retriever(catalog, index, embed, keywords, scorer, candidates)
             rows = []
             for j, task in enumerate(collection.tasks, 1):
                 rows.append(_recalls(retriever, task, depths))
@@ -123,13 +117,6 @@ def compare(
                     "difference": round(float(difference.mean()), 4),
                     "difference_interval": [round(bound, 4) for bound in intervals.interval(difference)],
                 }
-
-
-class _Asking:
-    """An embedder that embeds each question once for all ways."""
-
-    def __init__(self, embedder: QuestionAndTextEmbedder) -> None:
-        self.embed_question = cache(embedder.embed_question)
 
 
 def _recalls(retriever: Retriever, task: Task, depths: Sequence[int]) -> list[float]:

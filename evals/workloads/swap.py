@@ -24,8 +24,7 @@ import numpy as np
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import Config
 from ragkv.controller.cost_model import Profile
-from ragkv.controller.profile import load_of, measure
-from ragkv.controller.requests import Bench, without
+from ragkv.controller.profile import Bench, load_of, measure, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
 from ragkv.evals.experiment import Progress, Row

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.config import Config
-from ragkv.controller.requests import Timed
+from ragkv.controller.profile import Timed
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Timeline as Wanted
 from ragkv.evals.rig import rig

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from statistics import median
 
 from ragkv.config import Config
-from ragkv.controller.requests import Bench, Timed
+from ragkv.controller.profile import Bench, Timed
 from ragkv.engine.task import FuseTask
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Ttft

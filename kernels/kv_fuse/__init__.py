@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ragkv.kernels.operands import PagedKV
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import PagedKV, Rotation
 
 
 @dataclass(frozen=True)
 class KVShift:
-    """The mean shift of a chunk's recomputed tokens, for its other tokens (`ragkv.kernels.shift`).
+    """The mean shift of a chunk's recomputed tokens, for its other tokens (`ragkv.engine.shift`).
 
     w(t) R(start + t) k is added to the key of token t, and w(t) v to its value. k, v: `[Hkv, D]` float32; weights:
     `[T]` float32; start: the position of the chunk's first token.

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from ragkv.kernels.kv_fuse import FIELDS, Staged, table
-from ragkv.kernels.operands import PagedKV
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import PagedKV, Rotation
 
 _NUMBERS = 2048  # of a program: some tokens of one head, in few enough registers
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from ragkv.kernels.kv_fuse import FIELDS, Staged, table
-from ragkv.kernels.operands import AttentionSpec, PagedKV
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 
 logger = logging.getLogger(__name__)
 

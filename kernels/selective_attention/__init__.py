@@ -17,7 +17,7 @@ def selective_attention_reference(
     """
     end = int(positions[-1]) + 1
     group = q.shape[1] // kv.k.shape[2]
-    keys, values = (x.float().repeat_interleave(group, 0) for x in (kv.keys(end), kv.values(end)))  # [Hq, N, D]
+    keys, values = (kv.in_order(x, end).float().repeat_interleave(group, 0) for x in (kv.k, kv.v))  # [Hq, N, D]
     scores = spec.cap_(torch.einsum("qhd,hnd->hqn", q.float(), keys) * spec.scale)
     scores = scores.masked_fill(_hidden(spec, positions, 0, end), -torch.inf)
     return torch.einsum("hqn,hnd->qhd", _softmax(scores, spec), values)
@@ -27,7 +27,7 @@ def selective_attention(q: torch.Tensor, positions: torch.Tensor, kv: PagedKV, s
     """Compute the same in q's type, in tiles of queries: each reads K and V once, up to its last position."""
     out = torch.empty_like(q)
     end = int(positions[-1]) + 1
-    k, v = kv.keys(end), kv.values(end)
+    k, v = kv.in_order(kv.k, end), kv.in_order(kv.v, end)
     for begin in range(0, len(q), _TILE):
         tile = slice(begin, begin + _TILE)
         lowest, end = int(positions[tile][0]), int(positions[tile][-1]) + 1

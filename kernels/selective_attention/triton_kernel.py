@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from ragkv.kernels.operands import AttentionSpec, PagedKV
-from ragkv.kernels.query_scores.triton_kernel import masked_scores
-from ragkv.kernels.tiles import tiles
+from ragkv.kernels.query_scores.triton_kernel import masked_scores, tiles
 
 
 def selective_attention(q: torch.Tensor, positions: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> torch.Tensor:

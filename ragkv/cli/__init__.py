@@ -4,17 +4,46 @@ Nothing heavy is imported before a command needs it: torch and vLLM take seconds
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, home_commands, store_commands
-from ragkv.cli.evaluations import Evaluations
+from ragkv.cli import engine_commands, home_commands
 from ragkv.cli.options import MODEL, configured
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
+
+EXTRA = ("aiohttp", "httpx", "matplotlib", "psutil", "rouge_score")  # the packages of `ragkv[eval]`
+
+
+class Evaluations(TyperGroup):
+    """The commands of `ragkv.evals.cli`, which is imported when one of them is listed or named: a plain install needn't
+    have its packages."""
+
+    def _commands(self) -> TyperGroup:
+        from ragkv.evals import cli
+
+        group = typer.main.get_command(cli.app)
+        assert isinstance(group, TyperGroup)
+        return group
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._commands().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._commands().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            name = (error.name or "").split(".")[0]
+            if name not in EXTRA:
+                raise
+            err.print(f"error: {name} is missing: pip install 'ragkv[eval]'", style="red", markup=False)
+            raise typer.Exit(2) from None
 
 
 def _group(help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
@@ -28,10 +57,10 @@ app.command()(configured(engine_commands.serve, "host", "port", *MODEL))
 app.command()(engine_commands.key)
 app.command()(configured(engine_commands.profile, *MODEL))
 store = _group("Inspect, clean, export and import the KV store.")
-for command in (store_commands.stats, store_commands.verify, store_commands.delete, store_commands.gc):
+for command in (home_commands.stats, home_commands.verify, home_commands.delete, home_commands.gc):
     store.command()(configured(command, "home"))
-store.command("export")(configured(store_commands.export_kv, "home"))
-store.command("import")(configured(store_commands.import_kv, "home"))
+store.command("export")(configured(home_commands.export_kv, "home"))
+store.command("import")(configured(home_commands.import_kv, "home"))
 app.add_typer(store, name="store")
 models = _group("Manage the embedded models.")
 models.command()(configured(home_commands.fetch, "home"))

@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ModelError
-from ragkv.machine.hardware import CPUINFO, cpu_flags, native_dtype
+from ragkv.machine import CPUINFO, cpu_flags, native_dtype
 
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
@@ -63,14 +64,13 @@ def diagnose(config: Config) -> dict[str, Finding]:
         "store": lambda: store(home / "kv"),
         "port": lambda: port(config.server),
     }
-    return {name: _guarded(check) for name, check in checks.items()}
-
-
-def _guarded(check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # the other checks still help
-        return Finding(None, f"could not be checked: {type(error).__name__}: {error}")
+    findings = {}
+    for name, check in checks.items():
+        try:
+            findings[name] = check()
+        except Exception as error:  # the other checks still help
+            findings[name] = Finding(None, f"could not be checked: {type(error).__name__}: {error}")
+    return findings
 
 
 def python() -> Finding:
@@ -245,7 +245,10 @@ def model(name: str, home: Path) -> Finding:
 def store(folder: Path) -> Finding:
     if not folder.is_dir():
         return Finding(True, f"{folder} (will be made)")
-    size = sum(_sizes_on_disk(folder))
+    size = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # deleted meanwhile
+            size += file.stat().st_blocks * 512  # what is allocated: a sparse file's length says little
     return Finding(True, f"{size / GIB:.2f} GiB in {folder}")
 
 
@@ -293,12 +296,3 @@ def _hub_cache() -> Path:
 
 def _nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def _sizes_on_disk(folder: Path) -> Iterator[int]:
-    """Return the allocated bytes of each file: a sparse file's length says little."""
-    for file in folder.rglob("*"):
-        try:
-            yield file.stat().st_blocks * 512
-        except OSError:  # deleted meanwhile
-            continue

@@ -20,7 +20,7 @@ from ragkv.errors import ConfigError, RagKVError
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
     from ragkv.controller.cost_model import Profile
-    from ragkv.index.ingestion import IngestReport
+    from ragkv.index.indexer import IngestReport
     from ragkv.pipeline import Pipeline
     from ragkv.server.tenants import Tenants
     from ragkv.store.eviction import Hint
@@ -87,40 +87,32 @@ def ask(
         Policy.of(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
     )
     prepare(log_file(config), verbose)
-    work = _compare if compare else _ask
-    asyncio.run(work(config, question, options, as_json, tenant))
-
-
-async def _ask(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
-    async with opened(config, tenant=tenant) as pipeline:
-        answer = await _answer(pipeline, question, options, show=not as_json)
+    answers = asyncio.run(_ask(config, question, options, compare, tenant, show=not as_json))
     if as_json:
-        typer.echo(json.dumps(_as_json(answer), ensure_ascii=False))
+        typer.echo(json.dumps(_as_json(*answers), ensure_ascii=False))
     else:
-        output.print_sources(answer)
-        output.print_timings([answer])
+        output.print_sources(answers[0])
+        if compare:
+            output.print_baseline(*answers)
+        output.print_timings(answers)
 
 
-async def _compare(config: Config, question: str, options: "AnswerOptions", as_json: bool, tenant: str) -> None:
-    """Answer twice, on a warm engine with nothing in vLLM's prefix cache."""
+async def _ask(
+    config: Config, question: str, options: "AnswerOptions", compare: bool, tenant: str, show: bool
+) -> list["Answer"]:
+    """Return the answer; to compare, also full prefill's, both on a warm engine with nothing in vLLM's prefix cache."""
     from ragkv.policies import FULL
 
-    fused = replace(options, fresh=True)
-    full = replace(fused, policy=FULL)
     async with opened(config, tenant=tenant) as pipeline:
+        if not compare:
+            return [await _answer(pipeline, question, options, show=show)]
+        fused = replace(options, fresh=True)
+        full = replace(fused, policy=FULL)
         with err.status("warming up"):
             for warm_up in (fused, full):
                 await _answer(pipeline, question, replace(warm_up, max_tokens=1), show=False)
-        answer = await _answer(pipeline, question, fused, show=not as_json)
-        baseline = await _answer(pipeline, question, full, show=False)
-    speedup = baseline.timings.ttft_ms / answer.timings.ttft_ms
-    if as_json:
-        result = {**_as_json(answer), "baseline": _as_json(baseline), "speedup": speedup}
-        typer.echo(json.dumps(result, ensure_ascii=False))
-    else:
-        output.print_sources(answer)
-        output.print_baseline(answer, baseline)
-        output.print_timings([answer, baseline])
+        answer = await _answer(pipeline, question, fused, show=show)
+        return [answer, await _answer(pipeline, question, full, show=False)]
 
 
 async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions", *, show: bool) -> "Answer":
@@ -138,11 +130,14 @@ async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions",
     raise RuntimeError("the pipeline ended without an answer")
 
 
-def _as_json(answer: "Answer") -> dict[str, Any]:
+def _as_json(answer: "Answer", baseline: "Answer | None" = None) -> dict[str, Any]:
     """Return an answer in the format of the server's /v1/answer."""
     from ragkv.server.answers import AnswerResponse
 
-    return AnswerResponse.of(answer).model_dump()
+    fields = AnswerResponse.model_validate(answer).model_dump()
+    if baseline is not None:
+        fields |= {"baseline": _as_json(baseline), "speedup": baseline.timings.ttft_ms / answer.timings.ttft_ms}
+    return fields
 
 
 def profile(config: Config, as_json: AsJson = False, verbose: Verbose = False) -> None:

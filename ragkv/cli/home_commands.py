@@ -1,13 +1,131 @@
-"""The commands for the embedded models, the settings and the machine. They start no model."""
+"""The commands for the KV store, the embedded models, the settings and the machine. They start no model."""
 
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, TypeVar
 
 import typer
 
 from ragkv.cli import output
-from ragkv.cli.options import ConfigFile
-from ragkv.config import Config, load_config, read_sources
+from ragkv.cli.options import AsJson, ConfigFile, Tenant
+from ragkv.cli.output import err, out
+from ragkv.config import MAIN, Config, load_config, read_sources
+from ragkv.errors import StoreError
+from ragkv.files import atomic_write
+
+if TYPE_CHECKING:
+    from ragkv.store.disk_store import DiskStore
+
+T = TypeVar("T")
+_STREAM = Path("-")
+
+
+def stats(config: Config, as_json: AsJson = False) -> None:
+    """Show how many chunks and records the store holds, their codecs and their size."""
+    with _store(config) as kv:
+        counts, codecs = kv.admin.stats(), kv.admin.codecs()
+    _show({**asdict(counts), "codecs": codecs}, as_json, lambda _: output.print_stats(counts, codecs))
+
+
+def verify(config: Config, as_json: AsJson = False) -> None:
+    """Read and check every record. Exits with status 1 if something is wrong."""
+    with _store(config) as kv, err.status("checking every record"):
+        verification = kv.admin.verify()
+    _show(verification, as_json, output.print_verification)
+    if verification.problems:
+        raise typer.Exit(1)
+
+
+def delete(
+    config: Config,
+    documents: Annotated[
+        list[str], typer.Argument(help="Document ids, or files and folders that were given to `ragkv index`.")
+    ],
+    tenant: Tenant = MAIN,
+    as_json: AsJson = False,
+) -> None:
+    """Delete documents and their KV for good. Chunks that other documents share are kept.
+
+    Delete the files too, or the next `ragkv index` of their folder indexes them again.
+    """
+    from ragkv.home import Home
+    from ragkv.index.deletion import delete_documents
+
+    deletion = delete_documents(Home(config.home), documents, tenant)
+    _show(deletion, as_json, output.print_deletion)
+
+
+def gc(
+    config: Config,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
+    from ragkv.home import Home
+    from ragkv.index.deletion import collect_garbage
+
+    garbage = collect_garbage(Home(config.home), dry_run=dry_run)
+    _show(garbage, as_json, partial(output.print_garbage, dry_run=dry_run))
+
+
+def export_kv(
+    config: Config,
+    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.")],
+) -> None:
+    """Write all KV into one file, for `ragkv store import` elsewhere. Exits with status 1 if some was damaged."""
+    with _store(config) as kv:
+        from ragkv.store.transfer import export_chunks
+
+        total = sum(kv.admin.sizes().values())
+        with (
+            _os_errors_as_store_errors(file, "write"),
+            _open_to_write(file) as target,
+            output.byte_bar("Exporting KV", total) as advance,
+        ):
+            done = export_chunks(kv, target, advance)
+    output.print_transfer(err if file == _STREAM else out, "exported", done)
+    if done.problems:
+        raise typer.Exit(1)
+
+
+def import_kv(
+    config: Config,
+    file: Annotated[Path, typer.Argument(help="File that `ragkv store export` wrote; - is stdin.")],
+) -> None:
+    """Import another home's KV, before the same documents are indexed here.
+
+    Chunks that are present stay as they are. Damaged chunks are reported and left out; then the exit status is 1.
+    """
+    from ragkv.home import Home
+    from ragkv.store.transfer import import_chunks, open_export
+
+    target, is_stdin = Home(config.home), file == _STREAM
+    with (
+        _os_errors_as_store_errors(file, "read"),
+        nullcontext(sys.stdin.buffer) if is_stdin else file.open("rb") as source,
+    ):
+        archive = open_export(source, "stdin" if is_stdin else str(file))
+        total = None if is_stdin else file.stat().st_size
+        target.make()
+        store = target.open_store(**config.store.options())
+        with target.indexing(), closing(store) as kv, output.byte_bar("Importing KV", total) as advance:
+            done = import_chunks(archive, kv, advance)
+    output.print_transfer(out, "imported", done)
+    fingerprint = target.fingerprint()
+    if fingerprint and done.fingerprints - {fingerprint}:
+        err.print(
+            f"some KV is of another model or dtype than {target.path} was indexed with, and isn't used; "
+            "`ragkv store gc` deletes it",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if done.problems:
+        raise typer.Exit(1)
 
 
 def fetch(
@@ -44,3 +162,45 @@ def doctor(config: Config) -> None:
     output.print_findings(findings)
     if any(finding.ok is False for finding in findings.values()):
         raise typer.Exit(1)
+
+
+def _show(result: T, as_json: bool, print_text: Callable[[T], None]) -> None:
+    """Print a result as JSON, or by `print_text`."""
+    if as_json:
+        typer.echo(json.dumps(result, default=asdict))
+    else:
+        print_text(result)
+
+
+@contextmanager
+def _store(config: Config) -> Iterator["DiskStore"]:
+    from ragkv.home import Home
+
+    home = Home(config.home)
+    if not home.kv.is_dir():
+        raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
+    with closing(home.open_store()) as kv:
+        yield kv
+
+
+@contextmanager
+def _open_to_write(file: Path) -> Iterator[BinaryIO]:
+    """Open stdout, or a file that gets its name only once it is complete and on disk."""
+    if file == _STREAM:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    if file.is_dir():
+        raise StoreError(f"{file} is a folder; name the file to write")
+    with atomic_write(file) as target:
+        yield target
+
+
+@contextmanager
+def _os_errors_as_store_errors(file: Path, verb: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"can't {verb} {file}: {error.strerror}; check the path, its permissions and the free space"
+        ) from error

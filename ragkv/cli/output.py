@@ -2,8 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from ragkv.cli.diagnosis import Finding
     from ragkv.controller.cost_model import Profile
     from ragkv.index.deletion import Deletion, Garbage
-    from ragkv.index.ingestion import IngestProgress, IngestReport
-    from ragkv.store.base import StoreStats, Verification
+    from ragkv.index.indexer import IngestProgress, IngestReport
+    from ragkv.store.admin import StoreStats, Verification
     from ragkv.store.transfer import Transfer
 
 out = Console(highlight=False)
@@ -94,13 +96,8 @@ class IngestBars(Bar):
 
 
 def print_ingest_report(report: "IngestReport") -> None:
-    counts = {
-        "new": report.documents_new,
-        "changed": report.documents_changed,
-        "unchanged": report.documents_unchanged,
-        "removed": report.documents_removed,
-        "rejected": len(report.rejected),
-    }
+    changes = ("new", "changed", "unchanged", "removed")
+    counts = {name: getattr(report, f"documents_{name}") for name in changes} | {"rejected": len(report.rejected)}
     documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     out.print(f"Documents: {documents}. Chunks prefilled: {report.chunks_prefilled}.")
     for error in report.rejected:
@@ -113,15 +110,17 @@ def print_sources(answer: "Answer") -> None:
         return
     table = Table("", "document", "chunk", "score", "title", box=None, title="Sources", title_justify="left")
     for i, source in enumerate(answer.sources, 1):
-        document = Text(_short(source.document_id), overflow="fold")
-        table.add_row(f"{i}", document, f"{source.ordinal}", f"{source.score:.3f}", Text(source.title, "dim"))
+        path = source.document  # below the current folder: relative to it
+        document = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+        table.add_row(
+            f"{i}",
+            Text(document, overflow="fold"),
+            f"{source.ordinal}",
+            f"{source.score:.3f}",
+            Text(source.title, "dim"),
+        )
     out.print()
     out.print(table)
-
-
-def _short(path: str) -> str:
-    """Return a path below the current folder relative to it."""
-    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def print_baseline(answer: "Answer", baseline: "Answer") -> None:
@@ -243,13 +242,9 @@ def print_findings(findings: Mapping[str, "Finding"]) -> None:
     out.print(table)
 
 
-class ByteBar(Bar):
-    """Progress over the bytes of an export or import. total: None if unknown."""
-
-    def __init__(self, name: str, total: int | None) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=err)
-        self._task = self._progress.add_task(name, total=total)
-
-    def advance(self, num_bytes: int) -> None:
-        self._progress.advance(self._task, num_bytes)
+@contextmanager
+def byte_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show progress over the bytes of an export or import; yields what advances it. total: None if unknown."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err) as progress:
+        yield partial(progress.advance, progress.add_task(name, total=total))

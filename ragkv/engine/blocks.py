@@ -1,15 +1,25 @@
-"""Where the K and V of a request's tokens are while one of its passes is computed, for kernels that know only tensors.
+"""Where the K and V of a request's tokens are while one of its passes is computed, and attention over them by kernels.
 
 On CUDA that is vLLM's own blocks. On CPU a layer is put together in memory of ours, by rows, and then copied into the
 blocks, where vLLM keeps K by columns. Kernels read those only where a pass needs KV that it hasn't put together itself.
+
+vLLM's backends take each run of positions for a request of its own, and read the cache anew for each. Our kernel reads
+K and V once for a tile of queries, so it attends in their place where queries are scattered over a context.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ragkv.engine.forward import Forward
-from ragkv.kernels.operands import PagedKV
+from ragkv.engine.forward import Attend, Forward
+from ragkv.engine.positions import runs_of
+from ragkv.kernels.dispatch import Kernels
+from ragkv.kernels.operands import AttentionSpec, PagedKV
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+_RUN = 8  # tokens: torch is slower than vLLM where runs are longer on average
 
 
 class Blocks(Protocol):
@@ -19,19 +29,12 @@ class Blocks(Protocol):
 
     def kv(self, layer: int) -> PagedKV:
         """Return where the layer's K and V are."""
-        ...
-
-    def keys(self, layer: int) -> torch.Tensor:
-        """Return K of all positions, `[Hkv, N, D]`; where nothing was written, anything."""
-        ...
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[T, Hkv, D]` of these positions."""
-        ...
 
     def flush(self, layer: int, first: int, end: int) -> None:
         """Copy what was written of positions `[first, end)` into vLLM's blocks, if it isn't there."""
-        ...
 
 
 class ContiguousKV:
@@ -51,9 +54,6 @@ class ContiguousKV:
             both = torch.empty((2, *shape), dtype=self._forward.dtype, device=self._forward.device)
             self._shape, self._k, self._v = shape, *both
         return PagedKV(self._k.transpose(0, 1)[None], self._v.transpose(0, 1)[None], self._block_table)
-
-    def keys(self, layer: int) -> torch.Tensor:
-        return self.kv(layer).k[0].transpose(0, 1)
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         kv = self.kv(layer)
@@ -80,9 +80,6 @@ class PagedBlocks:
 
     def kv(self, layer: int) -> PagedKV:
         return PagedKV(*self._views[layer], self._block_table)
-
-    def keys(self, layer: int) -> torch.Tensor:
-        return self.kv(layer).keys(len(self.slots))
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._forward.write(layer, k, v, self.slots[positions])
@@ -133,3 +130,36 @@ def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor
         for swapped in (False, True)
         if k.shape[2 if swapped else 1] == block_size
     ]
+
+
+def pays(kernels: Kernels, positions: torch.Tensor) -> bool:
+    """Return whether attention at sorted positions `[T]` is faster by these kernels than by vLLM's."""
+    return kernels.name != "torch" or len(positions) < _RUN * len(runs_of(positions))
+
+
+def can_attend(forward: Forward) -> bool:
+    """Return whether the kernel computes what the model's layers would."""
+    return all(map(_is_plain, forward.layers))
+
+
+def _is_plain(layer: "Attention") -> bool:
+    has_slopes = getattr(layer.impl, "alibi_slopes", None) is not None
+    return not has_slopes and layer.kv_cache_dtype == "auto" and getattr(layer, "query_quant", None) is None
+
+
+def selective(forward: Forward, kernels: Kernels, blocks: Blocks, positions: torch.Tensor) -> Attend:
+    """Return the attention of queries at these positions `[T]` over the blocks, for `Forward.run`.
+
+    The blocks must have K and V of all tokens up to the last position.
+    """
+
+    def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+        return kernels.selective_attention(q, positions, blocks.kv(layer), attention_spec(forward.layers[layer]))
+
+    return attend
+
+
+def attention_spec(layer: "Attention") -> AttentionSpec:
+    """Read from vLLM how a layer attends."""
+    soft_cap = getattr(layer.impl, "logits_soft_cap", None) or 0.0
+    return AttentionSpec(layer.impl.scale, layer.sliding_window, soft_cap, getattr(layer.impl, "sinks", None))

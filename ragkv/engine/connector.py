@@ -5,6 +5,13 @@ that a prompt's KV is external and loaded asynchronously; the worker produces it
 other requests decode in between.
 """
 
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ragkv.engine.loader import KVLoader
-from ragkv.engine.orphans import end_with_parent
-from ragkv.engine.scheduler import SchedulerSide
-from ragkv.engine.steps import StepReports, StepWork
+from ragkv.engine.scheduler import SchedulerSide, StepReports, StepWork
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.engine.worker import WorkerSide
@@ -33,6 +38,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+
 
 class RagKVConnector(KVConnectorBase_V1):
     """What vLLM calls. Only the side of its own process does anything."""
@@ -42,7 +51,7 @@ class RagKVConnector(KVConnectorBase_V1):
         self._scheduler = SchedulerSide()
         self._worker: WorkerSide | None = None  # once `attach` has been called
         if role == KVConnectorRole.SCHEDULER:
-            end_with_parent()
+            _end_with_parent()
 
     def attach(self, model: Any, device: Any) -> str | None:
         """Give the worker's side its model. Returns why its KV can't be fused, None if it can."""
@@ -119,3 +128,21 @@ class WorkerExtension:
         assert isinstance(connector, RagKVConnector)
         runner = self.model_runner  # type: ignore[attr-defined]
         return connector.attach(runner.get_model(), runner.device)
+
+
+def _end_with_parent() -> None:
+    """End this process, which `multiprocessing` started, and what it started itself, once its parent has ended.
+
+    Nobody can reach it any more then, and it would keep its memory.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_for, args=(parent,), daemon=True, name="ragkv-parent").start()
+
+
+def _wait_for(parent: BaseProcess) -> None:
+    parent.join()
+    logger.warning("process %s, which started this engine, has ended; so it ends too", parent.pid)
+    os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own way, which takes its workers along
+    time.sleep(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)

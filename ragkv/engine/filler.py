@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from ragkv.engine.attention import selective
-from ragkv.engine.blocks import Blocks
+from ragkv.engine.blocks import Blocks, selective
 from ragkv.engine.forward import Piece
 from ragkv.engine.loader import KVLoader, LoadedSpan
 from ragkv.engine.positions import covered
@@ -44,8 +43,9 @@ class LayerView:
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[Hkv, N, D]` of all tokens, those in the pass and those that were loaded."""
-        return self.blocks.keys(self.layer)
+        """`[Hkv, N, D]` of all tokens, those in the pass and those that were loaded; of others, anything."""
+        kv = self.blocks.kv(self.layer)
+        return kv.in_order(kv.k, len(self.key_positions))
 
 
 Observe = Callable[[LayerView], bool | None]  # returns True to end the pass
@@ -137,19 +137,21 @@ class _Pass:
                 self._before_layer(layer, nothing, nothing, nothing)
 
     def _before_layer(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool | None:
-        """Load the layer's spans, put the computed tokens' KV next to them, and show the whole to the observer."""
+        """Load the layer's spans, put the computed tokens' KV next to them, and show the whole to the observer.
+
+        vLLM writes the computed tokens' KV only later, so it is put where our kernel and observers read.
+        """
         with self._loader.device_copy.in_use():
             self._prefetch(layer + 1)
             begin = time.perf_counter()
             loaded = self._load(layer, k, v)
-            self._put_together(layer, k, v)
-            self._flush(layer)
-            self._put_after_flush(layer, k, v)
+            if self._plan.flush:
+                self._flush(layer)
+            attend_in, observe = self._plan.attend_in, self._plan.observe
+            if attend_in is not None and attend_in is not self._blocks:  # vLLM's, which a flush overwrites
+                attend_in.put(layer, self._positions, k, v)
             self._record_load(layer, begin)
-            observe = self._plan.observe
-            if observe is None:
-                return None
-            return observe(LayerView(layer, q, k, v, loaded, self._blocks, self._key_positions))
+            return observe(LayerView(layer, q, k, v, loaded, self._blocks, self._key_positions)) if observe else None
 
     def _prefetch(self, layer: int) -> None:
         """Have a layer's KV read from disk while the one before it is computed."""
@@ -160,29 +162,18 @@ class _Pass:
         loaded = [self._loader.read(self._snapshot, layer, span) for span in self._plan.spans_at(layer)]
         shifts = self._mean_shift.shifts(loaded, k, v, self._loader.rotations[layer]) if self._mean_shift else None
         self._loader.fuse(layer, loaded, self._blocks, self._slots, shifts)
-        return loaded
-
-    def _put_together(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the computed tokens' KV next to the loaded, for our kernel and observers: vLLM writes it only later."""
         if len(self._positions) and (self._plan.observe or self._plan.attend_in is self._blocks):
             self._blocks.put(layer, self._positions, k, v)
+        return loaded
 
     def _flush(self, layer: int) -> None:
         """Copy the layer into vLLM's blocks: all of it, or the loaded spans where vLLM writes the rest."""
         first = self._filler.job.num_prefix
-        if not self._plan.flush:
-            return
         if self._plan.attend_in is self._blocks:
             self._blocks.flush(layer, first, self._end)
             return
         for span in self._plan.spans_at(layer):
             self._blocks.flush(layer, max(span.start, first), span.end)
-
-    def _put_after_flush(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the computed tokens' KV into vLLM's blocks where our kernel reads those. A flush overwrites it."""
-        attend_in = self._plan.attend_in
-        if attend_in is not None and attend_in is not self._blocks:
-            attend_in.put(layer, self._positions, k, v)
 
     def _record_load(self, layer: int, begin: float) -> None:
         stages, end = self._filler.report.stages, time.perf_counter()

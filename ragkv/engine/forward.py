@@ -39,11 +39,9 @@ class Forward(Protocol):
 
     def slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Return the slots of `positions` `[T]` in the paged cache: `[T]` int64."""
-        ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Write K and V `[T, Hkv, D]` of one layer into the paged cache."""
-        ...
 
     def run(
         self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, attend: Attend | None = None
@@ -56,8 +54,6 @@ class Forward(Protocol):
         written: nobody needs what would come out of it. `attend(layer, q)`, if given, computes attention `[T, Hq, D]`
         in place of the model's own, over K and V that `before_layer` has put where both find them.
         """
-        ...
 
     def logprobs(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute the pieces to the end. Returns log-probabilities of what follows each token, `[T, V]` float32."""
-        ...

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragkv.engine.attention import pays
-from ragkv.engine.blocks import Blocks
+from ragkv.engine.blocks import Blocks, pays
 from ragkv.engine.filler import BlockFiller, PassPlan, piece
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, rows_in, runs_of
@@ -120,9 +119,7 @@ class _Attempt:
         self._num_prefix = job.num_prefix
         self._filler = BlockFiller(loader, job, report)
         positions = torch.arange(len(job.token_ids))
-        self._cached = torch.zeros(len(positions), dtype=torch.bool)
-        for span in spans:
-            self._cached[span.start : span.end] = True
+        self._cached = covered(len(positions), positions[:0], spans)
         self._writable = positions[job.num_prefix :]  # not in vLLM's prefix cache
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
         self._eligible = self._cached.clone()
@@ -136,7 +133,8 @@ class _Attempt:
             policy = FULL
         self._report.policy = policy
         if policy.is_full or not self._spans:
-            yield from self._recompute_all(step)
+            self._count(self._writable)
+            yield from self._recompute(self._writable, (), step, shift=False)
         elif not policy.recomputes_some:
             self._count(self._uncached)
             attend_in = self._where_to_attend(self._uncached, self._spans)
@@ -146,10 +144,6 @@ class _Attempt:
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
             yield from self._recompute(selected, self._spans, step, shift=policy.shift)
-
-    def _recompute_all(self, step: StepBudget) -> Generator[None, None, None]:
-        self._count(self._writable)
-        yield from self._recompute(self._writable, (), step, shift=False)
 
     def _count(self, computed: torch.Tensor) -> None:
         self._report.tokens.recomputed = len(computed)
@@ -161,10 +155,10 @@ class _Attempt:
         num_tokens = int(policy.budget * int(self._cached.sum()))
         if policy.uses_votes:
             return self._choose_by_votes(policy, num_tokens)
-        if policy.uses_deviations:
-            return self._choose_by_deviation(policy, num_tokens)
-        chunks = [(span.start, span.end) for span in self._spans if bool(self._eligible[span.start])]
-        return chunk_heads(chunks, num_tokens)  # EPIC
+        if policy.selection == Selection.EPIC:
+            chunks = [(span.start, span.end) for span in self._spans if bool(self._eligible[span.start])]
+            return chunk_heads(chunks, num_tokens)
+        return self._choose_by_deviation(policy, num_tokens)
 
     def _choose_by_votes(self, policy: Policy, num_tokens: int) -> torch.Tensor:
         """Run the uncached tokens, the question above all, over the loaded KV, up to the last voting layer.

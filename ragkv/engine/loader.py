@@ -1,4 +1,7 @@
-"""Reads chunks' stored KV, one layer of a chunk at a time, copies it to the device and fuses it into blocks."""
+"""Reads chunks' stored KV, one layer of a chunk at a time, copies it to the device and fuses it into blocks.
+
+On CUDA the copies have a stream of their own, so that something else is computed meanwhile.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -7,15 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ragkv.engine.attention import can_attend
-from ragkv.engine.blocks import Blocks, ContiguousKV, PagedBlocks, find_views
-from ragkv.engine.device_copy import DeviceCopy
+from ragkv.engine.blocks import Blocks, ContiguousKV, PagedBlocks, can_attend, find_views
 from ragkv.engine.forward import Forward
 from ragkv.engine.task import Job, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
 from ragkv.kernels.kv_fuse import KVShift, Staged
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import Rotation
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
@@ -44,6 +45,45 @@ class LoadedSpan:
     def distance(self) -> int:
         """By how many positions its keys have to be rotated."""
         return self.span.start - self.kv.base_position
+
+
+class DeviceCopy:
+    """Asynchronous copies from the store's memory, which the host only waits for in `finish`.
+
+    Copies from memory that isn't pinned are done at once. What was copied is used inside `in_use`, and given up at its
+    end: the next copy may take its memory, and waits, on the device, for the kernels launched there. So the copies of
+    one layer run during the attention of the one before, and no more than two layers are held.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._used: torch.cuda.Event | None = None
+
+    def __call__(self, kv: LayerKV) -> LayerKV:
+        """Return the same on the device, for kernels of the current stream."""
+        if self._stream is None:
+            return kv.map(lambda tensor: tensor.to(self._device))
+        if self._used is not None:
+            self._stream.wait_event(self._used)
+        with torch.cuda.stream(self._stream):
+            copied = kv.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return copied
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Launch inside this the kernels that use what was copied."""
+        try:
+            yield
+        finally:
+            if self._stream is not None:
+                self._used = torch.cuda.current_stream(self._device).record_event()
+
+    def finish(self) -> None:
+        """Wait until the store's memory isn't read any more, so that it can be given to another record."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class KVLoader:

@@ -23,10 +23,9 @@ def covered(num_tokens: int, positions: torch.Tensor, spans: Iterable[Span]) -> 
 
 def runs_of(positions: torch.Tensor) -> list[tuple[int, int]]:
     """Return sorted positions as contiguous runs `(start, end)`."""
-    if not len(positions):
-        return []
-    breaks = (torch.diff(positions) != 1).nonzero().flatten() + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(positions, breaks.tolist())]
+    starts = positions[torch.diff(positions, prepend=positions[:1] - 2) != 1]
+    ends = positions[torch.diff(positions, append=positions[-1:] + 2) != 1] + 1
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def end_of_slice(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int:

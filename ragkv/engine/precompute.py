@@ -2,15 +2,14 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from ragkv.engine.filler import BlockFiller, piece
 from ragkv.engine.loader import BadSpanError, KVLoader
-from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Span
-from ragkv.kernels.rotation import Rotation
+from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report
 from ragkv.store.record import LayerKV
 
 logger = logging.getLogger(__name__)
@@ -40,11 +39,6 @@ class Precompute:
         self._forward.run(pieces, keep)
         self._loader.store.put(zip(map(self._loader.key, spans), chunk_layers, strict=True))
 
-    def begin(self, job: Job, task: MeanTask) -> "Average":
-        """Return the job's average, of nothing yet."""
-        mean = _Mean(self._loader.rotations, task.span.start, self._forward.dtype)
-        return Average(job, task, mean, deque(task.others))
-
     def average(self, averages: Sequence["Average"]) -> list["Average"]:
         """Precompute each chunk after the next of its contexts, all in one forward. Returns those that are complete.
 
@@ -64,18 +58,19 @@ class Precompute:
                 average.contexts.popleft()
             return []
         for average, layers in zip(unfinished, precomputed, strict=True):
-            average.add(layers)
+            average.add(layers, average.contexts.popleft().end)
+            average.num_computed += average.num_tokens
         complete = [average for average in averages if not average.contexts]
         for average in complete:
-            if average.mean.count < 2:
+            if average.count < 2:
                 self._add_alone(average)
-        made = [(self._loader.key(a.task.span), a.mean.layers()) for a in complete if self._is_usable(a)]
+        made = [(self._loader.key(a.task.span), a.layers()) for a in complete if self._is_usable(a)]
         if made:
             self._loader.store.put(made)
         return complete
 
     def _is_usable(self, average: "Average") -> bool:
-        return average.mean.count > 0 and self._loader.store.contains(self._loader.key(average.task.alone))
+        return average.count > 0 and self._loader.store.contains(self._loader.key(average.task.alone))
 
     def _add_alone(self, average: "Average") -> None:
         alone, layers = average.task.alone, []
@@ -88,9 +83,7 @@ class Precompute:
             logger.warning("%s; left out of an average", error)
             self._loader.discard_if_corrupt(error)
             return
-        for layer, kv in enumerate(layers):
-            average.mean.add(layer, *kv.decoded(), kv.base_position)
-        average.mean.count += 1
+        average.add((kv.decoded() for kv in layers), layers[0].base_position)
 
     def _precompute_after_contexts(
         self, averages: Sequence["Average"]
@@ -115,15 +108,20 @@ class Precompute:
         return precomputed
 
 
-@dataclass(eq=False)
 class Average:
-    """A chunk's average in the making. contexts: the chunks that it is still to be precomputed after."""
+    """A chunk's mean KV over contexts in the making, keys rotated to the position of the task's span.
 
-    job: Job
-    task: MeanTask
-    mean: "_Mean"
-    contexts: deque[Span]
-    num_computed: int = 0
+    contexts: the chunks that it is still to be precomputed after. count: in how many contexts it has been counted.
+    num_computed: how many tokens have been computed for it.
+    """
+
+    def __init__(self, loader: KVLoader, job: Job) -> None:
+        assert isinstance(job.task, MeanTask)
+        self.job, self.task = job, job.task
+        self.contexts = deque(self.task.others)
+        self.count = self.num_computed = 0
+        self._rotations, self._dtype = loader.rotations, loader.forward.dtype
+        self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
 
     @property
     def num_tokens(self) -> int:
@@ -138,40 +136,28 @@ class Average:
         chunk = self.job.token_ids[self.task.span.start : self.task.span.end]
         return replace(self.job, token_ids=[*self.job.token_ids[: self.contexts[0].end], *chunk], num_prefix=0)
 
-    def add(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Count the chunk's K and V, layer by layer, as computed after the next of its contexts."""
-        position = self.contexts.popleft().end
+    def add(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], position: int) -> None:
+        """Count the chunk's K and V `[Hkv, T, D]`, layer by layer, computed from `position` on. Keeps these tensors."""
         for layer, (k, v) in enumerate(layers):
-            self.mean.add(layer, k, v, position)
-        self.mean.count += 1
-        self.num_computed += self.num_tokens
-
-
-class _Mean:
-    """The mean of a chunk's KV over contexts, keys rotated to `position`. count: how many contexts all layers have."""
-
-    def __init__(self, rotations: Sequence[Rotation | None], position: int, dtype: torch.dtype) -> None:
-        self._rotations, self._position, self._dtype = rotations, position, dtype
-        self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
-        self.count = 0
-
-    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
-        rotation = self._rotations[layer]
-        k = k.float() if rotation is None else rotation.rotate(k.float(), self._position - position)
-        v = v.float()
-        terms = [k, v, v.square().sum((0, 2))]
-        if layer == len(self._sums):
-            self._sums.append([term.clone() for term in terms])
-        else:
-            for total, term in zip(self._sums[layer], terms, strict=True):
-                total += term
+            rotation, k, v = self._rotations[layer], k.float(), v.float()
+            k = k if rotation is None else rotation.rotate(k, self.task.span.start - position)
+            terms = [k, v, v.square().sum((0, 2))]
+            if self.count:
+                for total, term in zip(self._sums[layer], terms, strict=True):
+                    total += term
+            else:
+                self._sums.append(terms)
+        self.count += 1
 
     def layers(self) -> list[LayerKV]:
-        return [self._layer(*(total / self.count for total in sums)) for sums in self._sums]
-
-    def _layer(self, k: torch.Tensor, v: torch.Tensor, square: torch.Tensor) -> LayerKV:
-        v_std = (square - v.square().sum((0, 2))).clamp(min=0).sqrt()
-        return LayerKV(k.to(self._dtype).cpu(), v.to(self._dtype).cpu(), self._position, v_std.cpu())
+        """Return the mean of each layer, on the host."""
+        layers = []
+        for sums in self._sums:
+            k, v, square = (total / self.count for total in sums)
+            v_std = (square - v.square().sum((0, 2))).clamp(min=0).sqrt()
+            k, v = k.to(self._dtype).cpu(), v.to(self._dtype).cpu()
+            layers.append(LayerKV(k, v, self.task.span.start, v_std.cpu()))
+        return layers
 
 
 def _head_major(x: torch.Tensor) -> torch.Tensor:

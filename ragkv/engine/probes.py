@@ -2,7 +2,7 @@
 
 import torch
 
-from ragkv.engine.attention import attention_spec
+from ragkv.engine.blocks import attention_spec
 from ragkv.engine.filler import LayerView
 from ragkv.engine.loader import KVLoader, LoadedSpan
 from ragkv.engine.positions import rows_in

@@ -1,15 +1,39 @@
 """The scheduler's half of the connector: which requests are ours, what the worker is to do for them, and its reports.
 
-Runs in vLLM's scheduler process. Knows nothing about KV, stores or the model.
+Runs in vLLM's scheduler process, which carries `StepWork` to the worker and `StepReports` back in every engine step.
+Knows nothing about KV, stores or the model.
 """
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ragkv.engine.steps import StepWork
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
 from ragkv.engine.task import FuseTask, Job, Report, report_to_params, task_from_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """From the scheduler to the worker. num_others: requests of which vLLM computes `num_scheduled` tokens."""
+
+    jobs: list[Job] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+    num_others: int = 0
+    num_scheduled: int = 0
+
+
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """From the worker to the scheduler: the reports of the jobs that ended in the step, by request id."""
+
+    reports: dict[str, Report]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
+        assert isinstance(other, StepReports)
+        return StepReports({**other.reports, **self.reports})
 
 
 class SchedulerSide:

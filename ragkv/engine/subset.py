@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 from ragkv.engine.forward import Attend, BeforeLayer, Piece
+from ragkv.engine.positions import runs_of
 
 
 class _ReachedStop(Exception):
@@ -23,7 +24,7 @@ class _ReachedStop(Exception):
 
 
 class SubsetForward:
-    """The model of one worker, with its layers in order. Not thread-safe: call it between engine steps."""
+    """The model of one worker, as a `Forward`. Not thread-safe: call it between engine steps."""
 
     def __init__(
         self, model: torch.nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
@@ -48,11 +49,9 @@ class SubsetForward:
         return str(self.layers[self.names.index(name)].attn_backend.full_cls_name())
 
     def slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """Return the slots of `positions` `[T]` in the paged cache: `[T]` int64."""
         return block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write K and V `[T, Hkv, D]` of one layer into the paged cache, in the backend's own layout."""
         attention = self.layers[layer]
         attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, slots)  # type: ignore[attr-defined]
 
@@ -60,17 +59,11 @@ class SubsetForward:
     def run(
         self, pieces: Sequence[Piece], before_layer: BeforeLayer | None = None, attend: Attend | None = None
     ) -> None:
-        """Compute the pieces in one forward: see `Forward.run`.
-
-        Each contiguous run of positions is one "request" to the attention backend, so every token sees exactly the
-        tokens before it.
-        """
         with self._hooked(before_layer, pieces), self._attending(attend), suppress(_ReachedStop):
             self._forward(pieces)
 
     @torch.inference_mode()
     def logprobs(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Compute the pieces to the end. Returns log-probabilities of what follows each token, `[T, V]` float32."""
         logits = self.model.compute_logits(self._forward(pieces))  # type: ignore[operator]
         return torch.log_softmax(logits.float(), dim=-1)
 
@@ -100,25 +93,20 @@ class SubsetForward:
     def _common_metadata(
         self, pieces: Sequence[Piece], positions: torch.Tensor, slots: torch.Tensor
     ) -> CommonAttentionMetadata:
-        starts, seq_lens, tables, offset = [0], [], [], 0
-        num_blocks = max(len(piece.block_ids) for piece in pieces)
-        for piece in pieces:
-            ends = [*(torch.nonzero(torch.diff(piece.positions) != 1).flatten() + 1).tolist(), len(piece.positions)]
-            seq_lens += (piece.positions[torch.tensor(ends) - 1] + 1).tolist()
-            starts += [offset + end for end in ends]
-            row = torch.nn.functional.pad(piece.block_ids, (0, num_blocks - len(piece.block_ids)))
-            tables.append(row.expand(len(ends), -1))
-            offset += len(piece.positions)
-        query_start = torch.tensor(starts, dtype=torch.int32)
+        """Describe each contiguous run of positions as a request, so that every token sees exactly those before it."""
+        runs = [(start, end, piece.block_ids) for piece in pieces for start, end in runs_of(piece.positions)]
+        seq_lens = [end for _, end, _ in runs]
+        query_start = torch.tensor([0, *(end - start for start, end, _ in runs)]).cumsum(0).int()
+        block_table = torch.nn.utils.rnn.pad_sequence([block_ids for *_, block_ids in runs], batch_first=True)
         return CommonAttentionMetadata(
             query_start_loc=query_start.to(self.device),
             query_start_loc_cpu=query_start,
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
             num_reqs=len(seq_lens),
-            num_actual_tokens=offset,
+            num_actual_tokens=len(positions),
             max_query_len=int(torch.diff(query_start).max()),
             max_seq_len=max(seq_lens),
-            block_table_tensor=torch.cat(tables).int().contiguous().to(self.device),
+            block_table_tensor=block_table.int().to(self.device),
             slot_mapping=slots,
             causal=True,
             positions=positions,

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Uniform
 
 from ragkv.engine.forward import Piece
 from ragkv.engine.subset import SubsetForward
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import Rotation
 
 _NUM_TEST_TOKENS = 16
 _DTYPE_TO_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # a wrong rotation is off by ~1
@@ -64,7 +64,7 @@ def find_rotations(subset: SubsetForward) -> list[Rotation | None]:
     for name, before, after in zip(subset.names, at_start, shifted, strict=True):
         for candidate in (None, *_tables_near(subset.model, name)):
             moved = before if candidate is None else candidate.rotate(before, shift)
-            if _distance(moved, after) < tolerance:
+            if torch.dist(moved.float(), after.float()) < tolerance * after.float().norm():
                 rotations.append(candidate)
                 break
         else:
@@ -87,12 +87,7 @@ def _tables_near(model: torch.nn.Module, layer_name: str) -> list[Rotation]:
     """Return the rotary tables of the modules around a layer, nearest first."""
     modules = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if hasattr(m, "cos_sin_cache")]
     modules.sort(key=lambda item: -_common_length(item[0], layer_name))
-    tables, seen = [], set()
-    for _, module in modules:
-        if id(module) not in seen:
-            seen.add(id(module))
-            tables.append(_table(module))
-    return tables
+    return [_table(module) for module in dict.fromkeys(module for _, module in modules)]
 
 
 @functools.cache  # layers share rotary modules
@@ -107,7 +102,3 @@ def _table(module: Any) -> Rotation:
 
 def _common_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a.split("."), b.split("."), strict=False)) if x != y), 0)
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(a.float() - b.float()) / torch.linalg.vector_norm(b.float()))

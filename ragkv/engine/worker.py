@@ -6,23 +6,24 @@ are reported as bad, and vLLM prefills it.
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.loader import KVLoader
-from ragkv.engine.precompute import Precompute
-from ragkv.engine.queues import FusionQueue, MeanQueue, PrecomputeQueue, Queue
-from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Task
+from ragkv.engine.precompute import Average, Precompute
+from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, ScoreTask, TokenReport
 from ragkv.errors import RagKVError
-from ragkv.machine.malloc import return_free_pages
+from ragkv.machine import return_free_pages
 
 if TYPE_CHECKING:
-    from ragkv.engine.steps import StepWork
+    from ragkv.engine.scheduler import StepWork
 
 logger = logging.getLogger(__name__)
 
 _MIN_SLICE, _MAX_SLICE = 64, 512  # tokens, while other requests are computed
 _TIDY_INTERVAL_S = 30.0
+_T = TypeVar("_T")
 
 
 def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> int:
@@ -37,16 +38,20 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
 
 
 class WorkerSide:
-    """The jobs of a worker, and what became of those that have ended since vLLM last asked."""
+    """The jobs of a worker, and what became of those that have ended since vLLM last asked.
+
+    Jobs of each kind wait by request id, oldest first. In an engine step one kind advances by a slice, of about as many
+    tokens as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
+    """
 
     def __init__(self, loader: KVLoader, max_batch_tokens: int) -> None:
         self.loader = loader
         self._max_batch_tokens = max_batch_tokens
         self._budget = StepBudget(max_batch_tokens)
-        precompute = Precompute(loader)
-        self._fusions = FusionQueue(Fusion(loader), self._budget)
-        self._precomputes = PrecomputeQueue(precompute, max_batch_tokens)
-        self._means = MeanQueue(precompute)
+        self._fusion, self._precompute = Fusion(loader), Precompute(loader)
+        self._fusions: dict[str, tuple[Job, Generator[None, None, Report]]] = {}  # each yields where a step is to end
+        self._precomputes: dict[str, Job] = {}
+        self._means: dict[str, Average] = {}
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
@@ -56,26 +61,70 @@ class WorkerSide:
         """Take the step's new jobs, drop aborted ones, and do one slice of the most urgent work: fusions first."""
         self._budget.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
         self._budget.alone = not work.num_others
-        queues: tuple[Queue, ...] = (self._fusions, self._precomputes, self._means)
         for job in work.jobs:
-            self._queue_for(job.task).add(job)
-        if work.aborted:
-            self._finished.update(job.request_id for queue in queues for job in queue.drop(work.aborted))
-        busy = next((queue for queue in queues if len(queue)), None)
-        if busy is None:
+            self._add(job)
+        kinds: tuple[dict[str, Any], ...] = (self._fusions, self._precomputes, self._means)
+        for waiting in kinds:
+            for request_id in work.aborted & waiting.keys():
+                del waiting[request_id]
+                self._finished.add(request_id)
+        if self._fusions:
+            self._advance_fusion()
+        elif self._precomputes:
+            self._advance_precomputes()
+        elif self._means:
+            self._advance_means()
+        else:
             self._tidy()
-            return
-        for job, outcome in busy.advance(self._budget):
-            self._end(job, outcome)
 
-    def _queue_for(self, task: Task) -> Queue:
-        match task:
+    def _add(self, job: Job) -> None:
+        match job.task:
             case PrecomputeTask():
-                return self._precomputes
+                self._precomputes[job.request_id] = job
             case MeanTask():
-                return self._means
-            case _:
-                return self._fusions
+                self._means[job.request_id] = Average(self.loader, job)
+            case task:
+                if self._fusions:  # it has to wait, so its KV can be read ahead
+                    self._fusion.prefetch(job)
+                run = self._fusion.score if isinstance(task, ScoreTask) else self._fusion.fuse
+                self._fusions[job.request_id] = job, run(job, self._budget)
+
+    def _advance_fusion(self) -> None:
+        """Go on with the oldest fusion or scoring."""
+        job, slices = next(iter(self._fusions.values()))
+        try:
+            next(slices)
+            return
+        except StopIteration as stop:
+            outcome: Report | Exception = stop.value
+        except Exception as error:  # any fault of ours: vLLM prefills the request itself, and the report says why
+            outcome = error
+        del self._fusions[job.request_id]
+        self._end(job, outcome)
+
+    def _advance_precomputes(self) -> None:
+        """Precompute chunks after their anchor: as many in one forward as fit into a batch of vLLM's."""
+        jobs = _fitting(((job, len(job.token_ids)) for job in self._precomputes.values()), self._max_batch_tokens)
+        problem = None
+        try:
+            self._precompute.precompute(jobs)
+        except Exception as error:
+            problem = error
+        for job in jobs:
+            del self._precomputes[job.request_id]
+            self._end(job, problem or _computed(len(job.token_ids)))
+
+    def _advance_means(self) -> None:
+        """Compute the next context of the first few chunks whose KV is averaged over contexts."""
+        batch = _fitting(((each, each.num_tokens) for each in self._means.values()), self._budget.slice_tokens)
+        ended, problem = batch, None
+        try:
+            ended = self._precompute.average(batch)
+        except Exception as error:
+            problem = error
+        for average in ended:
+            del self._means[average.job.request_id]
+            self._end(average.job, problem or _computed(average.num_computed))
 
     def _end(self, job: Job, outcome: Report | Exception) -> None:
         if isinstance(outcome, Exception):
@@ -107,3 +156,18 @@ class WorkerSide:
         """Return the reports since the last call, by request id."""
         reports, self._reports = self._reports, {}
         return reports
+
+
+def _fitting(sized: Iterable[tuple[_T, int]], limit: int) -> list[_T]:
+    """Return the first of some items with their sizes: as many as come to `limit` together, but at least one."""
+    fitting: list[_T] = []
+    for item, size in sized:
+        limit -= size
+        if fitting and limit < 0:
+            break
+        fitting.append(item)
+    return fitting
+
+
+def _computed(num_tokens: int) -> Report:
+    return Report(tokens=TokenReport(recomputed=num_tokens))

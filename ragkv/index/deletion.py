@@ -28,7 +28,8 @@ _NUM_NEAREST = 3
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted with some documents. num_shared: their chunks that stay, because other documents have them."""
+    """What was deleted with some documents. num_chunks: those whose KV was deleted; num_shared: those that stay,
+    because other documents have them. size_bytes: of the deleted KV, on disk."""
 
     documents: list[str]
     num_chunks: int
@@ -64,7 +65,7 @@ def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], ke
     hashes = catalog.chunk_hashes_of(ids)
     deleted = [id for id in ids if catalog.delete_document(id)]
     unused = catalog.unreferenced(hashes) - set(kept)
-    size_bytes = sum(size for key, size in store.admin.sizes().items() if key.chunk_hash in unused)
+    size_bytes = sum(store.admin.sizes(key for hash in unused for key in store.entries.keys_of(hash)).values())
     if unused:
         store.delete(unused)
     catalog.empty_log()
@@ -74,6 +75,7 @@ def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], ke
 def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
     """Return the ids of all documents that these names mean. Raises StoreError for a name that means none."""
     ids = catalog.document_ids()
+    by_name = {Path(id).name: id for id in ids}
     named: dict[str, None] = {}
     unknown = []
     for name in names:
@@ -82,16 +84,12 @@ def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
         if name and meant:
             named.update(dict.fromkeys(meant))
         else:
-            nearest = ", ".join(_nearest(path.name, ids)) or "none: nothing is indexed"
+            close = difflib.get_close_matches(path.name, by_name, _NUM_NEAREST, cutoff=0)
+            nearest = ", ".join(by_name[each] for each in close) or "none: nothing is indexed"
             unknown.append(f"no document {name!r} in {home.path}; the nearest by name: {nearest}")
     if unknown:
         raise StoreError("\n".join([*unknown, "nothing was deleted"]))
     return list(named)
-
-
-def _nearest(name: str, ids: Sequence[str]) -> list[str]:
-    names = {Path(id).name: id for id in ids}
-    return [names[close] for close in difflib.get_close_matches(name, names, _NUM_NEAREST, cutoff=0)]
 
 
 def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
@@ -109,9 +107,8 @@ def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:
         garbage = _garbage(home, catalog, store)
         if not dry_run:
             store.delete_keys(key for keys in garbage.values() for key in keys)
-            for tenant in home.tenants():
-                with home.open_catalog(tenant) as each:
-                    each.empty_log()
+            for each in home.catalogs():
+                each.empty_log()
     return [
         Garbage(reason, len({key.chunk_hash for key in keys}), sum(keys.values())) for reason, keys in garbage.items()
     ]
@@ -123,19 +120,16 @@ def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[C
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
     contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
-
-    def reason(key: ChunkKey) -> str | None:
-        is_anchor = key.anchor_hash == ROOT_HASH
-        if not is_anchor and key.chunk_hash not in hashes:
-            return NO_DOCUMENT
-        if key.fingerprint != fingerprint:
-            return OTHER_MODEL
-        if contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
-            return OTHER_CONTEXT
-        return None
-
     garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
     for key, size in store.admin.sizes().items():
-        if why := reason(key):
-            garbage[why][key] = size
+        is_anchor = key.anchor_hash == ROOT_HASH
+        if not is_anchor and key.chunk_hash not in hashes:
+            reason = NO_DOCUMENT
+        elif key.fingerprint != fingerprint:
+            reason = OTHER_MODEL
+        elif contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
+            reason = OTHER_CONTEXT
+        else:
+            continue
+        garbage[reason][key] = size
     return garbage

@@ -4,8 +4,9 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -15,14 +16,68 @@ from ragkv.engine.task import ROOT_HASH, Span
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingestion import IngestProgress, IngestReport, PrefillProgress, Scan, Work, batches
 from ragkv.retriever.catalog import Chunk
+from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
-from ragkv.retriever.embedder import Vectors
+from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.neighbours import nearest
+from ragkv.retriever.index import nearest
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
+
+_DOCUMENT_BATCH_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs.
+
+    item: the file's name or the document's title; "" where it is none in particular.
+    """
+
+    stage: str
+    done: int
+    total: int
+    item: str
+
+
+ReportProgress = Callable[[IngestProgress], None]
+Work = tuple[Document, list[ChunkText]]  # a document that is new or changed, or chunks of it have no KV
+
+
+@dataclass
+class IngestReport:
+    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
+
+    documents_new: int = 0
+    documents_changed: int = 0
+    documents_unchanged: int = 0
+    documents_removed: int = 0
+    chunks_prefilled: int = 0
+    chunks_deleted: int = 0
+    rejected: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Scan:
+    """What was read, what is left to do, and who is told of the progress.
+
+    is_withdrawn: whether a document, by its id, is not to be indexed any more.
+    files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
+    work: the documents to index. missing: ids of indexed documents whose files no longer have them. done, total: pairs
+    (chunk, context) of the work.
+    """
+
+    progress: ReportProgress = lambda step: None
+    is_withdrawn: Callable[[str], bool] = lambda id: False
+    files: set[str] = field(default_factory=set)
+    rejected: set[str] = field(default_factory=set)
+    documents: set[str] = field(default_factory=set)
+    work: list[Work] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    total: int = 0
+    done: int = 0
+    report: IngestReport = field(default_factory=IngestReport)
 
 
 class Indexer:
@@ -34,30 +89,30 @@ class Indexer:
         self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
         self._precomputed: set[str] = set()  # hashes of these chunks
 
-    async def scan_files(self, paths: Sequence[Path], progress: Callable[[IngestProgress], None]) -> Scan:
+    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress) -> Scan:
         """Read these files and folders, and chunk the documents that are new or changed."""
-        scan = Scan()
         files = find_files(paths)
-        scan.files |= {str(file.resolve()) for file in files}
-        await asyncio.to_thread(self._load, files, scan, progress)
+        scan = Scan(progress, files={str(file.resolve()) for file in files})
+        await asyncio.to_thread(self._consider, _loaded(files, scan), scan)
         scan.missing = self._missing(paths, scan)
         return scan
 
     async def ingest_documents(
         self,
         documents: Iterable[Document],
-        progress: Callable[[IngestProgress], None] = lambda step: None,
-        hint: Hint | None = None,
-        is_withdrawn: Callable[[str], bool] = lambda id: False,
+        progress: ReportProgress,
+        hint: Hint | None,
+        is_withdrawn: Callable[[str], bool],
     ) -> IngestReport:
         """Index documents that were read already, and remove other documents of the same files.
 
         is_withdrawn: called with a document's id just before the document is entered into the catalogue.
         """
         with self._workspace.home.indexing():
-            scan = Scan()
-            await asyncio.to_thread(self._consider_all, documents, scan)
-            await self.precompute(scan, progress, is_withdrawn)
+            scan = Scan(progress, is_withdrawn)
+            await asyncio.to_thread(self._consider, documents, scan)
+            scan.files = set(map(source_file, scan.documents))
+            await self.precompute(scan)
             ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
             await self.finish(scan, hint)
@@ -73,76 +128,58 @@ class Indexer:
                 store, kept = self._workspace.store, set(self._precomputed)
                 return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
 
-    async def precompute(
-        self,
-        scan: Scan,
-        progress: Callable[[IngestProgress], None],
-        is_withdrawn: Callable[[str], bool] = lambda id: False,
-    ) -> None:
+    async def precompute(self, scan: Scan) -> None:
         """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
         self._workspace.home.claim(self._catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
-        total = self._settings.num_contexts * sum(len(item.chunks) for item in scan.work)
-        prefill = PrefillProgress(progress, total)
-        for batch in batches(scan.work):
+        scan.total = self._settings.num_contexts * sum(len(chunks) for _, chunks in scan.work)
+        for batch in _batches(scan.work):
             async with self._workspace.precomputing:
-                self._in_work = {item.document.id for item in batch}
+                self._in_work = {document.id for document, _ in batch}
                 try:
-                    await self._ingest_batch(batch, scan.report, prefill, is_withdrawn)
+                    await self._ingest_batch(batch, scan)
                 finally:
                     self._in_work, self._precomputed = set(), set()
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
         """Remove the missing documents and the KV that nothing uses, and apply the hint."""
-        report = scan.report
+        store = self._workspace.store
 
         def finish() -> None:
-            hashes = self._catalog.chunk_hashes_of(scan.missing)
+            unused = self._catalog.chunk_hashes_of(scan.missing)
             for id in scan.missing:
                 self._catalog.delete_document(id)
-            report.documents_removed += len(scan.missing)
-            report.chunks_deleted += self._forget(hashes) + self._collect_garbage()
+            unused |= set(store.chunk_hashes(evicted=True))  # an interrupted run may have left some without a document
+            unused -= self._workspace.home.chunk_hashes() | {self._workspace.anchor_hash}
+            if unused:
+                store.delete(unused)
+            scan.report.documents_removed += len(scan.missing)
+            scan.report.chunks_deleted += len(unused)
             if hint is not None:
-                self._workspace.store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
+                store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
 
         async with self._workspace.precomputing:
             await asyncio.to_thread(finish)
 
-    def _load(self, files: Sequence[Path], scan: Scan, progress: Callable[[IngestProgress], None]) -> None:
-        stored = self._stored(self._workspace.anchor_hash)
-        for done, file in enumerate(files):
-            progress(IngestProgress("load", done, len(files), file.name))
-            for document in load_file(file):
-                if isinstance(document, DocumentError):
-                    scan.report.rejected.append(document)
-                    scan.rejected.add(str(file.resolve()))
-                else:
-                    self._consider(document, stored, scan)
-        progress(IngestProgress("load", len(files), len(files), ""))
-
-    def _consider_all(self, documents: Iterable[Document], scan: Scan) -> None:
+    def _consider(self, documents: Iterable[Document], scan: Scan) -> None:
+        """Chunk the documents, but those that the catalogue has as they are."""
         stored = self._stored(self._workspace.anchor_hash)
         for document in documents:
-            scan.files.add(source_file(document.id))
-            self._consider(document, stored, scan)
-
-    def _consider(self, document: Document, stored: set[str], scan: Scan) -> None:
-        """Chunk the document, unless the catalogue has it as it is."""
-        scan.documents.add(document.id)
-        if self._is_current(document, stored):
-            scan.report.documents_unchanged += 1
-            return
-        try:
-            scan.work.append(Work(document, self._workspace.chunker.split(document)))
-        except DocumentError as error:
-            scan.report.rejected.append(error)
-            return
-        is_new = self._catalog.document_digest(document.id) is None
-        scan.report.documents_new += is_new
-        scan.report.documents_changed += not is_new
+            scan.documents.add(document.id)
+            if self._is_current(document, stored):
+                scan.report.documents_unchanged += 1
+                continue
+            try:
+                scan.work.append((document, self._workspace.chunker.split(document)))
+            except DocumentError as error:
+                scan.report.rejected.append(str(error))
+                continue
+            is_new = self._catalog.document_digest(document.id) is None
+            scan.report.documents_new += is_new
+            scan.report.documents_changed += not is_new
 
     def _is_current(self, document: Document, stored: set[str]) -> bool:
         """Return whether the catalogue has the document as it is, and `stored` all of its chunks."""
@@ -157,16 +194,14 @@ class Indexer:
 
     def document_chunks(self, document_id: str) -> list[tuple[Chunk, bool]]:
         """Return a document's chunks, each with whether its KV is stored."""
-        stored = set(self._workspace.store.chunk_hashes())
-        return [(chunk, chunk.chunk_hash in stored) for chunk in self._catalog.document_chunks(document_id)]
+        chunks, entries = self._catalog.document_chunks(document_id), self._workspace.store.entries
+        return [(chunk, bool(entries.keys_of(chunk.chunk_hash))) for chunk in chunks]
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
         stored = self._stored(self._workspace.anchor_hash)
-        documents = (document for file in find_files(paths) for document in load_file(file))
-        return self._anchor_is_missing() or any(
-            isinstance(document, Document) and not self._is_current(document, stored) for document in documents
-        )
+        documents = _loaded(find_files(paths), Scan())
+        return self._anchor_is_missing() or any(not self._is_current(document, stored) for document in documents)
 
     def _anchor_is_missing(self) -> bool:
         return (
@@ -184,21 +219,15 @@ class Indexer:
         keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
         return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == context}
 
-    async def _ingest_batch(
-        self,
-        batch: Sequence[Work],
-        report: IngestReport,
-        prefill: PrefillProgress,
-        is_withdrawn: Callable[[str], bool],
-    ) -> None:
+    async def _ingest_batch(self, batch: Sequence[Work], scan: Scan) -> None:
         """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
         engine, catalog = await self._workspace.start(), self._catalog
-        chunks = [chunk for item in batch for chunk in item.chunks]
-        titles = [item.document.title for item in batch for _ in item.chunks]
+        chunks = [chunk for _, of_document in batch for chunk in of_document]
+        titles = [document.title for document, of_document in batch for _ in of_document]
         vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
         hashes = [chunk_hash(chunk.token_ids, catalog.scope) for chunk in chunks]
         self._precomputed = set(hashes)
-        end_of_batch = prefill.done + self._settings.num_contexts * len(chunks)
+        end_of_batch = scan.done + self._settings.num_contexts * len(chunks)
         if self._workspace.fuses:
             title_of = dict(zip(hashes, titles, strict=True))
             tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
@@ -206,19 +235,20 @@ class Indexer:
             others = await asyncio.to_thread(self._others, kv, tokens, hashes, vectors)
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
-                prefill.advance_to(prefill.done + num_contexts, title_of[chunk_hash])
+                scan.done += num_contexts
+                scan.progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
 
-            report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
-        prefill.advance_to(end_of_batch)
+            scan.report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
+        scan.done = end_of_batch
+        scan.progress(IngestProgress("prefill", scan.done, scan.total, ""))
         start = 0
-        for item in batch:
-            document, old, end = item.document, catalog.chunk_hashes_of([item.document.id]), start + len(item.chunks)
-            if is_withdrawn(document.id):
-                report.chunks_deleted += self._forget(hashes[start:end])
-            else:
-                digest = self._document_digest(document)
-                catalog.put_document(document.id, document.title, digest, item.chunks, vectors[start:end])
-                report.chunks_deleted += self._forget(old)
+        for document, of_document in batch:
+            end = start + len(of_document)
+            unused = set(hashes[start:end])
+            if not scan.is_withdrawn(document.id):
+                digest, unused = self._document_digest(document), catalog.chunk_hashes_of([document.id])
+                catalog.put_document(document.id, document.title, digest, of_document, vectors[start:end])
+            scan.report.chunks_deleted += self._forget(unused)
             start = end
 
     def _others(
@@ -253,17 +283,6 @@ class Indexer:
             self._workspace.store.delete(unused)
         return len(unused)
 
-    def _collect_garbage(self) -> int:
-        """Delete KV that an interrupted run left without a document."""
-        orphans = (
-            set(self._workspace.store.chunk_hashes(evicted=True))
-            - self._workspace.home.chunk_hashes()
-            - {self._workspace.anchor_hash}
-        )
-        if orphans:
-            self._workspace.store.delete(orphans)
-        return len(orphans)
-
     async def _precompute_anchor(self) -> None:
         engine = await self._workspace.start()
         if self._workspace.fuses:
@@ -286,3 +305,28 @@ class Indexer:
         others = await asyncio.to_thread(self._others, kv, chunks, [chunk_hash], vectors)
         await kv.precompute(engine, self._workspace.store, chunks, others)
         return not self._forget([chunk_hash])  # the document may have been deleted meanwhile
+
+
+def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
+    """Yield the documents of these files; enters what can't be indexed into the scan."""
+    for done, file in enumerate(files):
+        scan.progress(IngestProgress("load", done, len(files), file.name))
+        for document in load_file(file):
+            if isinstance(document, Document):
+                yield document
+            else:
+                scan.report.rejected.append(str(document))
+                scan.rejected.add(str(file.resolve()))
+    scan.progress(IngestProgress("load", len(files), len(files), ""))
+
+
+def _batches(work: Sequence[Work]) -> Iterable[list[Work]]:
+    """Yield whole documents in batches of at least 64 chunks; an interruption costs no more than the batch in work."""
+    batch: list[Work] = []
+    for item in work:
+        batch.append(item)
+        if sum(len(chunks) for _, chunks in batch) >= _DOCUMENT_BATCH_CHUNKS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ragkv.background.idle import stop
+from ragkv.background import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
 from ragkv.files import atomic_write, sync_folder
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
 from ragkv.store.eviction import Hint

@@ -1,25 +1,14 @@
 """`POST /v1/answer`: answers a question as JSON or as server-sent events."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field
 
-from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Timings, TokenOrigins, Usage
+from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Source, Timings, TokenOrigins, Usage
 from ragkv.server.tenants import CurrentTenant
-from ragkv.server.wire import (
-    ANSWER_ERRORS,
-    STREAM,
-    Choices,
-    Frame,
-    PlanResponse,
-    Question,
-    SourceResponse,
-    as_json,
-    check_ready,
-    respond,
-)
+from ragkv.server.wire import ANSWER_ERRORS, STREAM, Choices, Frame, Question, as_json, check_ready, error_of, respond
 
 
 class AnswerRequest(Choices):
@@ -30,30 +19,28 @@ class AnswerRequest(Choices):
     stream: bool = Field(False, description="Answer with server-sent events: `sources`, `delta`…, `done`, or `error`")
 
 
+class PlanResponse(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    way: str = Field(description="`fuse`, `fuse warm` (chunks on disk are computed) or `prefill` (by vLLM alone)")
+    predicted_ms: float = Field(description="Time to first token that was expected")
+    prefill_ms: float = Field(description="Time to first token that was expected of a full prefill")
+
+
 class AnswerResponse(BaseModel):
-    answer: str
-    sources: list[SourceResponse] = Field(description="In the order of the prompt")
-    policy: str = Field(description="The policy that was used")
+    model_config = ConfigDict(from_attributes=True)
+
+    answer: str = Field(validation_alias="text")
+    sources: list[Source] = Field(description="In the order of the prompt")
+    policy: str = Field(validation_alias=AliasPath("policy", "label"), description="The policy that was used")
     fallback: str | None = Field(description="Why KV wasn't reused, if it wasn't")
     usage: Usage
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
     finish_reason: str
-    prompt: TokenOrigins | None = Field(description="Where each prompt token's KV came from; null unless `explain`")
-
-    @classmethod
-    def of(cls, answer: Answer) -> "AnswerResponse":
-        return cls(
-            answer=answer.text,
-            sources=[SourceResponse.of(source) for source in answer.sources],
-            policy=answer.policy.label,
-            fallback=answer.fallback,
-            usage=answer.usage,
-            timings=answer.timings,
-            plan=PlanResponse.model_validate(answer.plan, from_attributes=True) if answer.plan else None,
-            finish_reason=answer.finish_reason,
-            prompt=answer.origins,
-        )
+    prompt: TokenOrigins | None = Field(
+        validation_alias="origins", description="Where each prompt token's KV came from; null unless `explain`"
+    )
 
 
 router = APIRouter()
@@ -64,22 +51,18 @@ async def answer(body: AnswerRequest, request: Request, tenant: CurrentTenant) -
     """Answer a question from the indexed documents."""
     options = body.options(tenant.pipeline.defaults, body.max_tokens)
     check_ready(tenant.pipeline)
-    events = tenant.observed.answer(body.question, options)
-    return await respond(request, events, _frames if body.stream else None, _error_frames, AnswerResponse.of)
+    events = tenant.answer(body.question, options)
+    return await respond(request, events, _frames if body.stream else None, AnswerResponse.model_validate)
 
 
-def _frames(event: AnswerEvent) -> Iterable[Frame]:
-    if isinstance(event, Retrieved):
-        sources = [SourceResponse.of(source).model_dump() for source in event.sources]
-        return [_frame("sources", {"sources": sources})]
-    if isinstance(event, Delta):
-        return [_frame("delta", {"text": event.text})]
-    return [_frame("done", AnswerResponse.of(event).model_dump(exclude={"answer", "sources"}))]
-
-
-def _error_frames(error: dict[str, Any]) -> Iterable[Frame]:
-    return [_frame("error", error)]
-
-
-def _frame(name: str, data: dict[str, Any]) -> Frame:
-    return {"event": name, "data": as_json(data)}
+def _frames(event: AnswerEvent | Exception) -> Iterable[Frame]:
+    match event:
+        case Retrieved():
+            name, data = "sources", asdict(event)
+        case Delta():
+            name, data = "delta", asdict(event)
+        case Answer():
+            name, data = "done", AnswerResponse.model_validate(event).model_dump(exclude={"answer", "sources"})
+        case _:
+            name, data = "error", error_of(event)
+    yield {"event": name, "data": as_json(data)}

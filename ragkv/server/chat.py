@@ -8,11 +8,13 @@ request's field of the same name (`extra_body` in OpenAI's own client) the optio
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import asdict
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from openai.types import Model
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
@@ -22,11 +24,11 @@ from ragkv.server.wire import (
     ANSWER_ERRORS,
     STREAM,
     Choices,
-    ErrorResponse,
     Frame,
-    SourceResponse,
     as_json,
     check_ready,
+    error_of,
+    errors,
     respond,
 )
 
@@ -135,78 +137,38 @@ class ChatRequest(BaseModel):
         return Sampling(**self.model_dump(include=names, exclude_none=True), stop=stop)
 
 
-class ChatMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class Choice(BaseModel):
-    index: int = 0
-    message: ChatMessage
-    logprobs: None = None
-    finish_reason: str
-
-
-class CachedTokens(BaseModel):
-    cached_tokens: int = Field(description="Tokens from vLLM's prefix cache or from the store")
-
-
-class ChatUsage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-    @classmethod
-    def of(cls, answer: Answer) -> "ChatUsage":
-        usage = answer.usage
-        return cls(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            prompt_tokens_details=CachedTokens(cached_tokens=usage.prefix_tokens + usage.reused_tokens),
-        )
-
-
-class ChatResponse(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int = Field(description="Seconds since 1970")
-    model: str
-    choices: list[Choice]
-    usage: ChatUsage
+class ChatResponse(ChatCompletion):
     ragkv: dict[str, Any] = Field(description="As /v1/answer has it: sources, policy, usage, timings, plan, fallback")
 
 
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "ragkv"
+class ModelCard(Model):
     max_model_len: int | None = Field(description="Longest prompt and answer in tokens; null: the model's own limit")
 
 
 class ModelList(BaseModel):
-    object: Literal["list"] = "list"
+    object: Literal["list"]
     data: list[ModelCard]
 
 
 router = APIRouter()
 _started = int(time.time())
-_NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": ErrorResponse, "description": "Another model is served"}}
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model_exclude_unset=True)
 async def models(tenants: AllTenants) -> ModelList:
     """Return the model that answers."""
     model = tenants.config.model
-    card = ModelCard(id=model.name, created=_started, max_model_len=model.max_model_len)
-    return ModelList(data=[card])
+    card = ModelCard(
+        id=model.name, object="model", created=_started, owned_by="ragkv", max_model_len=model.max_model_len
+    )
+    return ModelList(object="list", data=[card])
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatResponse, responses={200: STREAM, **_NOT_FOUND, **ANSWER_ERRORS}
+    "/v1/chat/completions",
+    response_model=ChatResponse,
+    response_model_exclude_unset=True,
+    responses={200: STREAM, **errors(404), **ANSWER_ERRORS},
 )
 async def complete(
     body: ChatRequest, request: Request, tenant: CurrentTenant, tenants: AllTenants
@@ -218,30 +180,35 @@ async def complete(
     max_tokens = body.max_completion_tokens or body.max_tokens
     options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
     check_ready(tenant.pipeline)
-    events = tenant.observed.answer(body.conversation(), options)
-    completion = _Completion(model)
+    events = tenant.answer(body.conversation(), options)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    to_frames = partial(completion.frames, with_usage=with_usage) if body.stream else None
-    return await respond(request, events, to_frames, completion.error_frames, completion.response)
+    completion = _Completion(model, with_usage)
+    return await respond(request, events, completion.frames if body.stream else None, completion.response)
 
 
 class _Completion:
     """One completion as a response or as frames. The first frame, with the sources, waits for the first token, as in
     vLLM: clients take the time to it for the time to first token."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, with_usage: bool) -> None:
         self._opening: Frame | None = None
+        self._with_usage = with_usage
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def response(self, answer: Answer) -> ChatResponse:
-        choice = Choice(message=ChatMessage(content=answer.text), finish_reason=_finish_reason(answer))
-        extension = AnswerResponse.of(answer).model_dump(exclude=_EXTENSION)
-        return ChatResponse(**self._head, choices=[choice], usage=ChatUsage.of(answer), ragkv=extension)
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}
+        extension = AnswerResponse.model_validate(answer).model_dump(exclude=_EXTENSION)
+        body = {"object": "chat.completion", "choices": [choice], "usage": _usage(answer), "ragkv": extension}
+        return ChatResponse.model_validate({**self._head, **body})
 
-    def frames(self, event: AnswerEvent, with_usage: bool) -> Iterable[Frame]:
+    def frames(self, event: AnswerEvent | Exception) -> Iterable[Frame]:
         if isinstance(event, Retrieved):
-            sources = [SourceResponse.of(source).model_dump() for source in event.sources]
-            self._opening = self._choice({"role": "assistant", "content": ""}, ragkv={"sources": sources})
+            self._opening = self._choice({"role": "assistant", "content": ""}, ragkv=asdict(event))
+            return
+        if isinstance(event, Exception):
+            yield {"data": as_json(error_of(event))}
+            yield _DONE
             return
         if self._opening is not None:
             yield self._opening
@@ -249,10 +216,10 @@ class _Completion:
         if isinstance(event, Delta):
             yield self._choice({"content": event.text})
         else:
-            extension = AnswerResponse.of(event).model_dump(exclude={*_EXTENSION, "sources"})
+            extension = AnswerResponse.model_validate(event).model_dump(exclude={*_EXTENSION, "sources"})
             yield self._choice({}, _finish_reason(event), ragkv=extension)
-            if with_usage:
-                yield self._chunk({"choices": [], "usage": ChatUsage.of(event).model_dump()})
+            if self._with_usage:
+                yield self._chunk({"choices": [], "usage": _usage(event)})
             yield _DONE
 
     def _choice(self, delta: dict[str, str], finish_reason: str | None = None, **fields: Any) -> Frame:
@@ -262,9 +229,16 @@ class _Completion:
     def _chunk(self, data: dict[str, Any]) -> Frame:
         return {"data": as_json({**self._head, "object": "chat.completion.chunk", **data})}
 
-    @staticmethod
-    def error_frames(error: dict[str, Any]) -> Iterable[Frame]:
-        return [{"data": as_json(error)}, _DONE]
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Return OpenAI's counts. Cached tokens are those from vLLM's prefix cache or from the store."""
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.prefix_tokens + usage.reused_tokens},
+    }
 
 
 def _finish_reason(answer: Answer) -> str:

@@ -2,56 +2,44 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfileobj
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, File, Form, HTTPException, Query, Response, UploadFile
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field
 
+from ragkv.answer import Retrieved
 from ragkv.errors import DocumentError
-from ragkv.index.uploads import Status, Upload
+from ragkv.index.deletion import Deletion
+from ragkv.index.indexer import IngestReport
+from ragkv.index.uploads import Status
+from ragkv.retriever.catalog import DocumentInfo
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
 from ragkv.server.tenants import CurrentTenant
-from ragkv.server.wire import Question, SourceResponse, check_ready, errors
+from ragkv.server.wire import Question, check_ready, errors
 from ragkv.store.eviction import HINTS, Hint
 
 _MAX_NAME = 500
 
 
-class JobReport(BaseModel):
-    documents_new: int
-    documents_changed: int
-    documents_unchanged: int
-    documents_removed: int = Field(description="Records that an earlier upload of the same file had")
-    chunks_prefilled: int
-    chunks_deleted: int
-    rejected: list[str] = Field(description="Why a document isn't indexed after all")
-
-
 class Job(BaseModel):
     """An upload that is being indexed, or was."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     id: str
     status: Status
     created: float = Field(description="Seconds since 1970")
     names: list[str] = Field(description="Names of its files")
-    stage: Literal["load", "prefill"] | None = None
-    done: int = 0
-    total: int = 0
-    item: str = ""
-    report: JobReport | None = None
+    stage: Literal["load", "prefill"] | None = Field(None, validation_alias=AliasPath("progress", "stage"))
+    done: int = Field(0, validation_alias=AliasPath("progress", "done"))
+    total: int = Field(0, validation_alias=AliasPath("progress", "total"))
+    item: str = Field("", validation_alias=AliasPath("progress", "item"))
+    report: IngestReport | None
     error: str | None = Field(description="Why it failed, or why it waits: then it is tried again")
-
-    @classmethod
-    def of(cls, upload: Upload) -> "Job":
-        fields: dict[str, Any] = dict(vars(upload.progress)) if upload.progress else {}
-        if upload.report:
-            rejected = [str(error) for error in upload.report.rejected]
-            fields["report"] = JobReport(**{**vars(upload.report), "rejected": rejected})
-        names = ("id", "status", "created", "names", "error")
-        return cls(**{name: getattr(upload, name) for name in names}, **fields)
 
 
 class JobList(BaseModel):
@@ -60,15 +48,8 @@ class JobList(BaseModel):
     )
 
 
-class DocumentResponse(BaseModel):
-    name: str
-    title: str
-    num_chunks: int
-    num_tokens: int
-
-
 class DocumentList(BaseModel):
-    documents: list[DocumentResponse] = Field(description="By name")
+    documents: list[DocumentInfo] = Field(description="By name")
     next: str | None = Field(description="The `after` of the next page; null on the last one")
 
 
@@ -79,16 +60,16 @@ class ChunkResponse(BaseModel):
     stored: bool = Field(description="Whether its KV is stored; otherwise it is precomputed when it is retrieved")
 
 
-class DocumentWithChunks(DocumentResponse):
+@dataclass(frozen=True)
+class DocumentWithChunks(DocumentInfo):
     chunks: list[ChunkResponse]
 
 
-class DeletionResponse(BaseModel):
+@dataclass(frozen=True)
+class NamedDeletion(Deletion):
+    """What was deleted with the documents of a name: a JSONL file's name means all of its records."""
+
     name: str
-    documents: list[str] = Field(description="The documents of that name: a JSONL file's name means all of its records")
-    num_chunks: int = Field(description="Chunks whose KV was deleted")
-    num_shared: int = Field(description="Chunks kept because other documents have them")
-    size_bytes: int = Field(description="Size of the deleted KV on disk")
 
 
 class SearchRequest(BaseModel):
@@ -96,10 +77,6 @@ class SearchRequest(BaseModel):
 
     query: Question
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to return; default: the server's")
-
-
-class SearchResponse(BaseModel):
-    sources: list[SourceResponse] = Field(description="Best first")
 
 
 router = APIRouter(prefix="/v1")
@@ -125,19 +102,20 @@ async def upload(
     with tempfile.TemporaryDirectory(prefix="ragkv-") as folder:
         paths = [Path(folder, f"{i}{Path(name).suffix}") for i, name in enumerate(names)]
         for file, path in zip(files, paths, strict=True):
-            await run_sync(_save, file, path)
+            with path.open("wb") as target:
+                await run_sync(copyfileobj, file.file, target)
         room = tenant.limits.max_text_bytes
         if room is not None:
             room -= await run_sync(lambda: tenant.pipeline.catalog.text_bytes)
         added = await tenant.uploads.add(list(zip(paths, names, strict=True)), hint, room)
     response.headers["Location"] = f"/v1/jobs/{added.id}"
-    return Job.of(added)
+    return Job.model_validate(added)
 
 
 @router.get("/jobs")
 async def jobs(tenant: CurrentTenant) -> JobList:
     """List uploads, waiting and finished."""
-    return JobList(jobs=[Job.of(upload) for upload in tenant.uploads.all()])
+    return JobList(jobs=[Job.model_validate(upload) for upload in tenant.uploads.all()])
 
 
 @router.get("/jobs/{id}", responses=errors(404, 422))
@@ -148,7 +126,7 @@ async def job(tenant: CurrentTenant, id: str) -> Job:
         raise HTTPException(
             404, f"there is no job {id!r}; old ones are forgotten, and all finished ones when the server restarts"
         )
-    return Job.of(found)
+    return Job.model_validate(found)
 
 
 @router.get("/documents", responses=errors(422))
@@ -159,8 +137,8 @@ async def list_documents(
 ) -> DocumentList:
     """List indexed documents."""
     infos = await run_sync(tenant.pipeline.catalog.documents, after, limit + 1)
-    more = infos[limit - 1].id if len(infos) > limit else None
-    return DocumentList(documents=[DocumentResponse(**_fields(info)) for info in infos[:limit]], next=more)
+    more = infos[limit - 1].name if len(infos) > limit else None
+    return DocumentList(documents=infos[:limit], next=more)
 
 
 @router.get("/documents/{name:path}", responses=errors(404, 422))
@@ -171,19 +149,20 @@ async def get_document(
     limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
 ) -> DocumentWithChunks:
     """Return a document and its chunks."""
-    info = await run_sync(tenant.pipeline.catalog.document, name)
-    if info is None:
+    titles = await run_sync(tenant.pipeline.catalog.titles, [name])
+    if not titles:
         raise _no_document(name)
     chunks = await run_sync(tenant.pipeline.indexer.document_chunks, name)
+    num_tokens = sum(len(chunk.token_ids) for chunk, _ in chunks)
     shown = [
         ChunkResponse(ordinal=chunk.ordinal, num_tokens=len(chunk.token_ids), text=chunk.text, stored=stored)
         for chunk, stored in chunks[offset : offset + limit]
     ]
-    return DocumentWithChunks(**_fields(info), chunks=shown)
+    return DocumentWithChunks(name, titles[name], len(chunks), num_tokens, shown)
 
 
 @router.delete("/documents/{name:path}", responses=errors(404, 409, 422))
-async def delete_document(tenant: CurrentTenant, name: str) -> DeletionResponse:
+async def delete_document(tenant: CurrentTenant, name: str) -> NamedDeletion:
     """Delete a document, its vectors and its KV before returning. An upload of it that isn't indexed yet is
     withdrawn."""
     withdrawn = await run_sync(tenant.uploads.withdraw, name)
@@ -192,15 +171,15 @@ async def delete_document(tenant: CurrentTenant, name: str) -> DeletionResponse:
     if not ids:
         raise _no_document(name)
     deletion = await tenant.pipeline.indexer.delete(ids)
-    return DeletionResponse(**{**vars(deletion), "name": name, "documents": sorted(ids)})
+    return NamedDeletion(sorted(ids), deletion.num_chunks, deletion.num_shared, deletion.size_bytes, name)
 
 
 @router.post("/search", responses=errors(400, 408, 422, 429))
-async def search(body: SearchRequest, tenant: CurrentTenant) -> SearchResponse:
+async def search(body: SearchRequest, tenant: CurrentTenant) -> Retrieved:
     """Return the chunks that a question would be answered from."""
     with tenant.limits.request():
         sources = await tenant.pipeline.search(body.query, body.top_k or tenant.pipeline.defaults.top_k)
-    return SearchResponse(sources=[SourceResponse.of(source) for source in sources])
+    return Retrieved(sources)
 
 
 def _names(files: Sequence[UploadFile]) -> list[str]:
@@ -219,15 +198,6 @@ def _names(files: Sequence[UploadFile]) -> list[str]:
         if names.count(name) > 1:
             raise DocumentError(f"two files of the upload are named {name!r}; give each its own name")
     return names
-
-
-def _save(file: UploadFile, path: Path) -> None:
-    with path.open("wb") as target:
-        copyfileobj(file.file, target)
-
-
-def _fields(info: Any) -> dict[str, Any]:
-    return {"name": info.id, "title": info.title, "num_chunks": info.num_chunks, "num_tokens": info.num_tokens}
 
 
 def _no_document(name: str) -> HTTPException:

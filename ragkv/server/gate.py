@@ -1,12 +1,14 @@
-"""The gate in front of the app: checks keys, origins and sizes of requests before their bodies are read.
+"""The gate in front of the app: checks keys, origins and sizes of requests before it reads their bodies, with timeouts.
 
 Keys are 256 random bits, so that a plain SHA-256 of them can't be inverted; the settings have only the hashes.
 """
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +19,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import MAIN
-from ragkv.server.timeouts import in_time
 from ragkv.server.wire import error_body
 
 MAX_BODY_BYTES = 8 << 20
 MAX_HELD_BYTES = 512 << 20  # of all bodies of one tenant's requests in progress
+MIN_BYTES_PER_S = 1024  # of a body, on average
 UPLOADS = "/v1/documents"
 OPEN = {"/", "/healthz", "/readyz", "/docs", "/openapi.json"}  # without a key; they reveal nothing that is indexed
 OPEN_BELOW = "/page/"
@@ -89,20 +91,31 @@ class Gate:
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
             response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413)
         else:
-            with self._measured(in_time(receive, self._max_pause_s), max_bytes, tenant) as measured:
-                await self._app(scope, measured, send)
+            with self._guarded(receive, max_bytes, tenant) as guarded:
+                await self._app(scope, guarded, send)
             return
         await response(scope, receive, send)
 
     @contextmanager
-    def _measured(self, receive: Receive, max_bytes: int, tenant: str | None) -> Iterator[Receive]:
-        """Yield `receive` limited for bodies of unknown length and for all bodies at once; it raises HTTPException."""
+    def _guarded(self, receive: Receive, max_bytes: int, tenant: str | None) -> Iterator[Receive]:
+        """Yield a `receive` that raises HTTPException for a body that is too large, alone or with all others of the
+        tenant, that pauses for `max_pause_s`, or that is slower than `MIN_BYTES_PER_S` until it is as late."""
         num_bytes, held = 0, self._held_bytes
+        left_s, is_whole = self._max_pause_s, False
 
-        async def measured() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            more = len(message.get("body", b""))
+        async def guarded() -> Message:
+            nonlocal num_bytes, left_s, is_whole
+            if is_whole:  # the next message is the client's disconnect
+                return await receive()
+            begin = time.monotonic()
+            try:
+                async with asyncio.timeout(left_s):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the request's body stopped coming, or came too slowly for {self._max_pause_s:g} s"
+                raise HTTPException(408, f"{late}; send it again", {"Connection": "close"}) from None
+            is_whole, more = not message.get("more_body", False), len(message.get("body", b""))
+            left_s = min(self._max_pause_s, left_s + begin - time.monotonic() + more / MIN_BYTES_PER_S)
             num_bytes += more
             held[tenant] += more
             if num_bytes > max_bytes:
@@ -113,7 +126,7 @@ class Gate:
             return message
 
         try:
-            yield measured
+            yield guarded
         finally:
             held[tenant] -= num_bytes
 

@@ -5,20 +5,20 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from ragkv.config import Config, ServerConfig
 from ragkv.errors import ConfigError
-from ragkv.machine.malloc import return_large_blocks
+from ragkv.machine import return_large_blocks
 from ragkv.server.app import create_app
 from ragkv.server.gate import is_loopback
 from ragkv.server.telemetry import export_traces, log_as
 from ragkv.server.tenants import Tenants
-from ragkv.server.timeouts import listen
 
 if TYPE_CHECKING:
     from ragkv.pipeline import Pipeline
@@ -79,6 +79,32 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             await tenants.close()
+
+
+async def listen(server: uvicorn.Server, listener: socket.socket, max_pause_s: float) -> None:
+    """Serve at `listener` until `server` is stopped. Close connections whose client, for `max_pause_s`, hasn't
+    completed a request's headers, or has received nothing of an answer."""
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_pause_s))
+    closer = asyncio.create_task(_close_silent(server, max_pause_s))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        closer.cancel()
+        await asyncio.gather(closer, return_exceptions=True)
+
+
+async def _close_silent(server: uvicorn.Server, max_pause_s: float) -> None:
+    """Close silent connections: uvicorn itself waits for the rest of a request's headers without end."""
+    since: dict[tuple[Any, object], float] = {}
+    while True:
+        now = time.monotonic()
+        last_requests = [(each, getattr(each, "cycle", None)) for each in server.server_state.connections]
+        silent = [(each, last) for each, last in last_requests if last is None or last.response_complete]
+        since = {key: since.get(key, now) for key in silent}
+        for (connection, _), begin in since.items():
+            if now - begin >= max_pause_s:
+                connection.transport.close()
+        await asyncio.sleep(min(1.0, max_pause_s))
 
 
 async def _keep_running(pipeline: "Pipeline") -> None:

@@ -84,7 +84,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, begin = 0, time.perf_counter()
+        status, begin = 0, time.perf_counter()  # 0: the client disconnected before there was one
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -99,15 +99,11 @@ class RequestLog:
             status = status or 500
             raise
         finally:
-            _log(scope, status, 1e3 * (time.perf_counter() - begin))
-
-
-def _log(scope: Scope, status: int, took_ms: float) -> None:
-    """status: 0 if the client disconnected before there was one."""
-    fields = {"method": scope["method"], "path": scope["path"], "status": status, "took_ms": round(took_ms, 1)}
-    level = logging.DEBUG if scope["path"] in _QUIET and status == 200 else logging.INFO
-    text = f"{fields['method']} {fields['path']!r} {status or 'left'} in {took_ms:.0f} ms"
-    logger.log(level, text, extra={**fields, "tenant": scope.get("tenant")})
+            method, path, took_ms = scope["method"], scope["path"], 1e3 * (time.perf_counter() - begin)
+            fields = {"method": method, "path": path, "status": status, "took_ms": round(took_ms, 1)}
+            level = logging.DEBUG if path in _QUIET and status == 200 else logging.INFO
+            text = f"{method} {path!r} {status or 'left'} in {took_ms:.0f} ms"
+            logger.log(level, text, extra={**fields, "tenant": scope.get("tenant")})
 
 
 def trace_answer(answer: Answer, begin_ns: int, tenant: str) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,7 +16,7 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Sampling, Source
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Sampling
 from ragkv.config import AnswerConfig
 from ragkv.errors import (
     BusyError,
@@ -52,7 +51,7 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Frame = dict[str, str]  # of a server-sent event: its data, and its event's name if it has one
-ToFrames = Callable[[AnswerEvent], Iterable[Frame]]
+ToFrames = Callable[[AnswerEvent | Exception], Iterable[Frame]]
 
 AppStatus.enable_automatic_graceful_drain = False  # else SIGTERM ends streams at once; uvicorn lets them finish
 
@@ -108,27 +107,6 @@ class Choices(BaseModel):
         )
 
 
-class SourceResponse(BaseModel):
-    document: str
-    title: str
-    chunk: int
-    ordinal: int = Field(description="The chunk's position in its document, from 0")
-    score: float = Field(description="Inner product of the embeddings")
-    text: str
-    corpus: str | None = Field(None, description="The tenant that has the document; null: the asker")
-
-    @classmethod
-    def of(cls, source: Source) -> "SourceResponse":
-        fields = asdict(source)
-        return cls(document=fields.pop("document_id"), chunk=fields.pop("chunk_id"), **fields)
-
-
-class PlanResponse(BaseModel):
-    way: str = Field(description="`fuse`, `fuse warm` (chunks on disk are computed) or `prefill` (by vLLM alone)")
-    predicted_ms: float = Field(description="Time to first token that was expected")
-    prefill_ms: float = Field(description="Time to first token that was expected of a full prefill")
-
-
 class ErrorBody(BaseModel):
     type: str
     message: str
@@ -143,6 +121,7 @@ class ErrorResponse(BaseModel):
 _DESCRIPTIONS = {
     400: "The body can't be read",
     401: "A key is missing or unknown",
+    403: "The key is a tenant's",
     404: "It doesn't exist, or no longer",
     408: "The body stopped coming, or came too slowly",
     409: "The home is being changed by another process",
@@ -174,10 +153,9 @@ async def respond(
     request: Request,
     events: AsyncGenerator[AnswerEvent, None],
     to_frames: ToFrames | None,
-    to_error_frames: Callable[[dict[str, Any]], Iterable[Frame]],
     to_body: Callable[[Answer], Body],
 ) -> Response | Body:
-    """Answer `request` with `events`: as a stream of `to_frames` of each, or with the last one's `to_body`.
+    """Answer `request` with the last event's `to_body`, or with a stream: `to_frames` of each event and of an error.
 
     The first event is awaited before any status is sent, so that an error until then gets its own status.
     """
@@ -185,7 +163,7 @@ async def respond(
     if first is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if to_frames is not None:
-        return _stream(first, events, to_frames, to_error_frames)
+        return _stream(first, events, to_frames)
     last = await _unless_disconnected(request, _last_of(events))
     return to_body(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -216,12 +194,7 @@ async def _last_of(events: AsyncGenerator[AnswerEvent, None]) -> Answer:
     raise RuntimeError("the pipeline ended without an answer")
 
 
-def _stream(
-    first: AnswerEvent,
-    events: AsyncGenerator[AnswerEvent, None],
-    to_frames: ToFrames,
-    to_error_frames: Callable[[dict[str, Any]], Iterable[Frame]],
-) -> EventSourceResponse:
+def _stream(first: AnswerEvent, events: AsyncGenerator[AnswerEvent, None], to_frames: ToFrames) -> EventSourceResponse:
     async def body() -> AsyncIterator[Frame]:
         async with aclosing(events):
             try:
@@ -233,7 +206,7 @@ def _stream(
             except Exception as error:  # the status is sent: only the stream can still report it
                 if not isinstance(error, RagKVError):
                     logger.exception("an answer broke off")
-                for frame in to_error_frames(error_of(error)):
+                for frame in to_frames(error):
                     yield frame
 
     return EventSourceResponse(body(), headers={"Cache-Control": "no-cache"}, sep="\n", ping=0)
@@ -258,13 +231,12 @@ def error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
-    headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, OverloadedError) else None
+    headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, OverloadedError) else {}
+    if not isinstance(
+        error, RagKVError
+    ):  # Starlette raises it again after this, and then uvicorn closes the connection
+        headers["Connection"] = "close"
     return JSONResponse(error_of(error), status, headers)
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """Announce that the connection closes: Starlette raises `error` again after this, and then uvicorn closes it."""
-    return JSONResponse(error_of(error), 500, {"Connection": "close"})
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -284,5 +256,5 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
     HTTPException: _on_http_error,
     RequestValidationError: _on_invalid_request,
     RagKVError: _on_error,
-    Exception: _on_bug,
+    Exception: _on_error,
 }

@@ -5,9 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from ragkv.background import canary, idle
-from ragkv.background.canary import WINDOW, Canary, Sample, drift_of
-from ragkv.background.idle import Idle
+from ragkv import background
+from ragkv.background import WINDOW, Canary, Idle, Sample, drift_of
 from ragkv.config import CanaryConfig
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
@@ -18,7 +17,7 @@ LIMIT = CanaryConfig().max_kl
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(idle, "IDLE_S", 0.0001)
+    monkeypatch.setattr(background, "IDLE_S", 0.0001)
 
 
 def rows(*odds):
@@ -97,7 +96,7 @@ def test_nothing_is_looked_at_while_somebody_waits():
             await asyncio.sleep(0.1)
             assert not drifts
         await asyncio.wait_for(watcher._task, 5)
-        assert len(drifts) == canary._MAX_WAITING
+        assert len(drifts) == background._MAX_WAITING
         await watcher.close()
 
     asyncio.run(play())

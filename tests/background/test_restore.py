@@ -4,15 +4,14 @@ import asyncio
 
 import pytest
 
-from ragkv.background import idle, restore
-from ragkv.background.idle import Idle
-from ragkv.background.restore import KVRestorer
+from ragkv import background
+from ragkv.background import Idle, KVRestorer
 from ragkv.errors import StoreError
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(idle, "IDLE_S", 0.02)
+    monkeypatch.setattr(background, "IDLE_S", 0.02)
 
 
 def run(play, precompute):
@@ -61,7 +60,7 @@ def test_nothing_is_captured_while_somebody_waits():
 
 @pytest.mark.parametrize("error", [StoreError("the disk is full"), RuntimeError("the engine died")])
 def test_after_a_failure_it_rests_and_then_goes_on(monkeypatch, error, caplog):
-    monkeypatch.setattr(restore, "PAUSE_S", 0.2)
+    monkeypatch.setattr(background, "PAUSE_S", 0.2)
     errors = [error]
 
     async def fail_once(chunk_hash):

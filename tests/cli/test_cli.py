@@ -21,10 +21,9 @@ from ragkv import cli
 from ragkv.answer import Answer, Source, Timings, Usage
 from ragkv.cli import output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
-from ragkv.errors import DocumentError
 from ragkv.evals import tables
 from ragkv.home import Home, Owner
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, Policy
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
@@ -383,7 +382,7 @@ def test_what_children_print_stays_off_stdout_and_stderr(tmp_path: Path) -> None
 
 def make_answer(policy: str = "query:0.05", ttft_ms: float = 50.0, text: str = "[b]no markup[/b]") -> Answer:
     usage = Usage(prompt_tokens=2000, prefix_tokens=0, reused_tokens=1900, recomputed_tokens=100, completion_tokens=9)
-    source = Source("/docs/a [red].md", "A [bold] title", chunk_id=3, ordinal=12, score=0.512, text="…")
+    source = Source("/docs/a [red].md", "A [bold] title", chunk=3, ordinal=12, score=0.512, text="…")
     return Answer(text, [source], Policy.parse(policy), usage, Timings(ttft_ms=ttft_ms, load_ms=12.0), "stop")
 
 
@@ -401,7 +400,7 @@ def test_sources_and_timings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ingest_report(capsys: pytest.CaptureFixture[str]) -> None:
-    rejected = [DocumentError("'/docs/[x].md': it's empty")]
+    rejected = ["'/docs/[x].md': it's empty"]
     output.print_ingest_report(
         IngestReport(documents_new=2, documents_removed=1, chunks_prefilled=7, rejected=rejected)
     )

@@ -5,14 +5,15 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ragkv import machine as hardware
 from ragkv.cli import diagnosis as doctor
 from ragkv.cli.diagnosis import Finding, diagnose
 from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
-from ragkv.machine import hardware
 
 GPU = "NVIDIA H200, 143771 MiB, 580.0"
 
@@ -71,12 +72,15 @@ def test_an_empty_machine_is_diagnosed_with_remedies(machine: Machine, tmp_path:
     assert not (tmp_path / "home").exists()
 
 
-def test_a_check_that_raises_is_a_finding() -> None:
+def test_a_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Finding:
         raise RuntimeError("boom")
 
-    assert doctor._guarded(broken) == Finding(None, "could not be checked: RuntimeError: boom")
-    assert doctor._guarded(lambda: doctor.cpu(Path("/no/cpuinfo"))).ok is None
+    monkeypatch.setattr(doctor, "python", broken)
+    monkeypatch.setattr(doctor, "cpu", partial(doctor.cpu, Path("/no/cpuinfo")))
+    found = diagnose(Config(home=tmp_path / "home"))
+    assert found["python"] == Finding(None, "could not be checked: RuntimeError: boom")
+    assert found["cpu"].ok is None and found["home"].ok
 
 
 def test_cpu(machine: Machine, tmp_path: Path) -> None:

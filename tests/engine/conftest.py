@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same co
 
 from ragkv import models
 from ragkv.config import EMBEDDED_MODEL
-from ragkv.controller.requests import text_tokens
+from ragkv.controller.profile import text_tokens
 from ragkv.errors import ModelError
 from ragkv.prompt import PromptLayout
 

@@ -117,7 +117,7 @@ class Switchable(WorkerExtension):
 
     def use_own_attention(self, wanted: bool):
         from ragkv.engine import fusion
-        from ragkv.engine.attention import pays
+        from ragkv.engine.blocks import pays
 
         fusion.pays = pays if wanted else lambda kernels, positions: False
 

@@ -9,12 +9,11 @@ from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
 from ragkv.engine.precompute import Precompute
-from ragkv.engine.shift import MeanShift
+from ragkv.engine.shift import MeanShift, averaging, mean_shifts, shift_weights
 from ragkv.engine.task import ROOT_HASH, FuseTask, Job, MeanTask, PrecomputeTask, Report, ScoreTask, Span
 from ragkv.engine.worker import WorkerSide
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import choose
-from ragkv.kernels.shift import averaging, mean_shifts, shift_weights
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
 from ragkv.store.disk_store import DiskStore

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import Rotation
 
 NUM_LAYERS, Q_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, VOCABULARY, MAX_TOKENS = 3, 4, 2, 8, 4, 50, 512
 _WIDTH = Q_HEADS * HEAD_SIZE

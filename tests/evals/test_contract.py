@@ -9,7 +9,7 @@ import typer
 
 from ragkv import cli
 from ragkv.config import Config
-from ragkv.controller.requests import Timed
+from ragkv.controller.profile import Timed
 from ragkv.engine.task import Report, TokenReport
 from ragkv.evals import quality_rows
 from ragkv.evals.experiment import Progress

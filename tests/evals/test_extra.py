@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.cli.evaluations import EXTRA
+from ragkv.cli import EXTRA
 
 ONLY_THERE = ("matplotlib", "rouge_score")  # the other packages of the extra come with vLLM too
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

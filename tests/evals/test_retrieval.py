@@ -40,7 +40,8 @@ class Steps(Progress):
 
 def rows(tasks, depths=(1, 2), reranker=None, steps=None):
     progress = Steps([] if steps is None else steps)
-    return list(compare("test", Collection(PASSAGES, tasks), FirstWord(), reranker, depths, 50, progress))
+    scores = reranker and reranker.scores
+    return list(compare("test", Collection(PASSAGES, tasks), FirstWord(), scores, depths, 50, progress))
 
 
 def recalls(found, **wanted):

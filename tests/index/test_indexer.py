@@ -85,7 +85,8 @@ def index(indexer, paths, is_withdrawn=lambda id: False):
 
     async def run():
         scan = await indexer.scan_files(paths, steps.append)
-        await indexer.precompute(scan, steps.append, is_withdrawn)
+        scan.is_withdrawn = is_withdrawn
+        await indexer.precompute(scan)
         await indexer.finish(scan, None)
         return scan.report
 

@@ -9,7 +9,7 @@ import pytest
 
 from ragkv.errors import BusyError, OverloadedError
 from ragkv.index import uploads as module
-from ragkv.index.ingestion import IngestReport
+from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import MAX_WAITING, Uploads
 from ragkv.retriever import parse
 

@@ -15,9 +15,8 @@ from triton.runtime.jit import JITFunction
 from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
 from ragkv.kernels.kv_fuse import KVShift, Staged
 from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
-from ragkv.kernels.operands import AttentionSpec, PagedKV
+from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 from ragkv.kernels.query_scores.triton_kernel import query_scores
-from ragkv.kernels.rotation import Rotation
 from ragkv.kernels.selective_attention.triton_kernel import selective_attention
 
 TOKENS, HEADS, KV_HEADS = 40, 8, 2

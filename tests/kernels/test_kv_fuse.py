@@ -8,8 +8,7 @@ from implementations import DEVICE, TOLERANCE, implementations
 from rope_reference import table
 
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
-from ragkv.kernels.operands import PagedKV
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import PagedKV, Rotation
 
 BLOCK_SIZE = 16
 ROTATIONS = [(64, 64, True), (64, 32, False), (80, 32, True), (96, 96, False), (128, 128, True), (256, 64, False)]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from rope_reference import rope, table
 
-from ragkv.kernels.rotation import Rotation
+from ragkv.kernels.operands import Rotation
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 500])

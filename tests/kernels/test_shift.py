@@ -2,10 +2,9 @@ import pytest
 import torch
 from rope_reference import rope, table
 
+from ragkv.engine.shift import DAMPING, averaging, mean_shifts, shift_weights
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
-from ragkv.kernels.operands import PagedKV
-from ragkv.kernels.rotation import Rotation
-from ragkv.kernels.shift import DAMPING, averaging, mean_shifts, shift_weights
+from ragkv.kernels.operands import PagedKV, Rotation
 
 START, SIZE = 37, 64
 
@@ -23,7 +22,7 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
     kv = PagedKV(*caches, torch.zeros(1, dtype=torch.int64))
     kv_fuse_reference([Staged(k, v, torch.arange(k.shape[1]), shift=mean_shift)], rotation, kv)
-    return kv.keys(k.shape[1]), kv.values(k.shape[1])
+    return kv.in_order(kv.k, k.shape[1]), kv.in_order(kv.v, k.shape[1])
 
 
 def test_each_chunk_shifts_by_its_own_tokens():

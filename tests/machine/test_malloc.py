@@ -10,7 +10,7 @@ import pytest
 # small ones between them that stay.
 _WORK = """
 import sys, threading, numpy, psutil
-from ragkv.machine import malloc as memory
+from ragkv import machine as memory
 if sys.argv[1:] == ["at once"]:
     memory.return_large_blocks()
 numpy.ones(2 << 20)

@@ -72,7 +72,7 @@ def test_deleted_document(catalog: Catalog, put: Put) -> None:
     put(catalog, "b", "two")
     last = max(catalog.chunk_ids())
     assert catalog.delete_document("b") and not catalog.delete_document("b")
-    assert texts(catalog) == ["one"] and [info.id for info in catalog.documents()] == ["a"]
+    assert texts(catalog) == ["one"] and [info.name for info in catalog.documents()] == ["a"]
     put(catalog, "c", "three")
     assert max(catalog.chunk_ids()) > last
 
@@ -169,8 +169,8 @@ import os, signal, sys
 from ragkv.retriever.catalog import Catalog
 catalog = Catalog(sys.argv[1])
 assert catalog.delete_document("b")
-with catalog._transaction() as db:
-    db.execute("DELETE FROM documents")
+with catalog._writing() as run:
+    run("DELETE FROM documents")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -268,7 +268,7 @@ def test_writes_are_synced(catalog: Catalog) -> None:
 
 def test_importing_the_catalog_loads_nothing_heavy() -> None:
     code = (
-        "import sys; import ragkv.retriever.catalog, ragkv.retriever.documents, ragkv.retriever.embedder\n"
+        "import sys; import ragkv.retriever.catalog, ragkv.retriever.documents, ragkv.retriever.encoders\n"
         "print(*sorted({'torch', 'faiss', 'sentence_transformers', 'transformers', 'bs4', 'pypdf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

@@ -10,7 +10,7 @@ import pytest
 from ragkv import models
 from ragkv.config import EMBEDDED_EMBEDDER
 from ragkv.errors import ModelError
-from ragkv.retriever.embedder import Embedder
+from ragkv.retriever.encoders import Embedder
 
 
 @pytest.fixture(scope="module")

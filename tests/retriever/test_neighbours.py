@@ -4,8 +4,7 @@ import pytest
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.index import VectorIndex
-from ragkv.retriever.neighbours import nearest
+from ragkv.retriever.index import VectorIndex, nearest
 
 
 def at(*degrees):

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 
 from ragkv.errors import ModelError
 from ragkv.retriever.catalog import Catalog
+from ragkv.retriever.encoders import Reranker
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
-from ragkv.retriever.reranker import Reranker
 from ragkv.retriever.retriever import Retriever
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three", "four", "fox", "dogs", "cats", "birds", "who"]
@@ -75,19 +75,23 @@ def test_it_decides_the_order(catalog: Catalog, put: Callable[..., None], embedd
     put(catalog, "a", *TEXTS)
     index, keywords = VectorIndex(catalog), KeywordIndex(catalog) if hybrid else None
     question, earlier = "who one fox", ["two dogs"]
-    plain = Retriever(catalog, index, embedder, keywords).search(question, 5, earlier)
-    hits = Retriever(catalog, index, embedder, keywords, reranker).search(question, 5, earlier)
+    plain = Retriever(catalog, index, embedder.embed_question, keywords).search(question, 5, earlier)
+    hits = Retriever(catalog, index, embedder.embed_question, keywords, reranker.scores).search(question, 5, earlier)
     scores = reranker.scores(question, [hit.chunk.text for hit in hits])
     assert sorted(scores, reverse=True) == pytest.approx(scores.tolist())
     assert hits != plain and {hit.chunk.id: hit.score for hit in hits} == {hit.chunk.id: hit.score for hit in plain}
-    best = Retriever(catalog, index, embedder, keywords, reranker).search(question, 1, earlier)
+    best = Retriever(catalog, index, embedder.embed_question, keywords, reranker.scores).search(question, 1, earlier)
     assert best == hits[:1]
-    among = Retriever(catalog, index, embedder, keywords, reranker, candidates=2).search(question, 1, earlier)
+    among = Retriever(catalog, index, embedder.embed_question, keywords, reranker.scores, candidates=2).search(
+        question, 1, earlier
+    )
     assert among == [hit for hit in hits if hit in plain[:2]][:1]
 
 
 def test_nothing_found(catalog: Catalog, embedder, reranker: Reranker) -> None:
-    assert Retriever(catalog, VectorIndex(catalog), embedder, None, reranker).search("fox", 3) == []
+    assert (
+        Retriever(catalog, VectorIndex(catalog), embedder.embed_question, None, reranker.scores).search("fox", 3) == []
+    )
 
 
 def test_what_is_no_reranker(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ Put = Callable[..., None]
 
 @pytest.fixture
 def retriever(catalog: Catalog, embedder) -> Retriever:
-    return Retriever(catalog, VectorIndex(catalog), embedder)
+    return Retriever(catalog, VectorIndex(catalog), embedder.embed_question)
 
 
 def found(hits: list[Hit]) -> list[str]:
@@ -111,13 +111,15 @@ def hybrid(catalog: Catalog, chunk) -> Search:
 
     def search(question: str, top_k: int, earlier: Sequence[str] = (), **options: int) -> list[Hit]:
         index = VectorIndex(catalog)
-        return Retriever(catalog, index, Digits(), KeywordIndex(catalog), **options).search(question, top_k, earlier)
+        return Retriever(catalog, index, Digits().embed_question, KeywordIndex(catalog), **options).search(
+            question, top_k, earlier
+        )
 
     return search
 
 
 def test_hybrid_fuses_ranks(hybrid: Search, catalog: Catalog) -> None:
-    by_vector = Retriever(catalog, VectorIndex(catalog), Digits()).search("q0 zebra", 7)
+    by_vector = Retriever(catalog, VectorIndex(catalog), Digits().embed_question).search("q0 zebra", 7)
     assert found(by_vector)[0] == "a0 fox" and found(by_vector)[5:] == ["a012 zebra", "a7 zebra zebra"]
     # 1/67 + 1/61, 1/66 + 1/62, 1/61
     hits = hybrid("q0 zebra", 3)
@@ -136,7 +138,7 @@ def test_candidates_are_what_each_search_brings(hybrid: Search) -> None:
 
 
 def test_vectors_of_earlier_questions_weigh_less(catalog: Catalog, hybrid: Search) -> None:
-    by_vector = Retriever(catalog, VectorIndex(catalog), Digits())
+    by_vector = Retriever(catalog, VectorIndex(catalog), Digits().embed_question)
     scores = {hit.chunk.text.strip(): hit.score for hit in by_vector.search("q0", 7, ["q2", "q7"])}
     length = (1 + 0.09**2 + 0.3**2) ** 0.5
     assert scores["a0 fox"] == pytest.approx(1 / length)
@@ -168,7 +170,7 @@ def test_hybrid_with_shared_and_deleted_texts(hybrid: Search, catalog: Catalog, 
 
 
 def test_chunk_deleted_between_search_and_its_vector(catalog: Catalog, hybrid: Search, monkeypatch) -> None:
-    retriever = Retriever(catalog, VectorIndex(catalog), Digits(), KeywordIndex(catalog), candidates=1)
+    retriever = Retriever(catalog, VectorIndex(catalog), Digits().embed_question, KeywordIndex(catalog), candidates=1)
     retriever.search("q2", 1)  # the index has its vectors from now on
     vectors = Catalog.vectors
 
@@ -178,7 +180,7 @@ def test_chunk_deleted_between_search_and_its_vector(catalog: Catalog, hybrid: S
 
     monkeypatch.setattr(Catalog, "vectors", delete_then_read)
     assert found(retriever.search("q2 zebra", 1)) == ["a02 owl"]
-    assert "a7 zebra zebra" not in {document.id for document in catalog.documents()}
+    assert "a7 zebra zebra" not in {document.name for document in catalog.documents()}
 
 
 def hit_of(score, text, scope=""):

@@ -15,20 +15,19 @@ import uvicorn
 
 from ragkv import server
 from ragkv.answer import Answer, AnswerOptions, Delta, Retrieved, Run, Source, Timings, TokenOrigins, Usage
-from ragkv.background.canary import Canary
-from ragkv.background.idle import Idle
+from ragkv.background import Canary, Idle
 from ragkv.config import MAIN, Config
 from ragkv.controller.cost_model import Plan
 from ragkv.index.deletion import Deletion
-from ragkv.index.ingestion import IngestProgress, IngestReport
+from ragkv.index.indexer import IngestProgress, IngestReport
 from ragkv.policies import FULL
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import source_file
+from ragkv.server.run import listen
 from ragkv.server.tenants import Tenants
-from ragkv.server.timeouts import listen
 
-SOURCE = Source(document_id="docs/a.md", title="A [b]", chunk_id=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
+SOURCE = Source(document="docs/a.md", title="A [b]", chunk=7, ordinal=2, score=0.5, text="one\n\ntwo\u2028three")
 ANSWER = Answer(
     text="Grüße, world",
     sources=[SOURCE],

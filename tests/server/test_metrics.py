@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import ANSWER, SCRIPT
 
-from ragkv.background.canary import Drift
+from ragkv.background import Drift
 from ragkv.config import MAIN
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.policies import Policy

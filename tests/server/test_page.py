@@ -127,7 +127,7 @@ def test_an_option_that_cannot_be_used_is_brought_to_light(pipeline, page) -> No
 
 
 def test_untrusted_names_and_texts_stay_text(pipeline, api, page) -> None:
-    source = replace(SOURCE, document_id=HOSTILE, title=HOSTILE, text=HOSTILE)
+    source = replace(SOURCE, document=HOSTILE, title=HOSTILE, text=HOSTILE)
     pipeline.script = [Retrieved([source]), Delta(HOSTILE), replace(ANSWER, fallback=HOSTILE)]
     pipeline.counters = {HOSTILE: 1}
     pipeline.origins = replace(pipeline.origins, tokens=[HOSTILE] * len(pipeline.origins.tokens))

@@ -253,7 +253,7 @@ def test_the_schema_describes_requests_and_responses(client) -> None:
     policy = schemas["AnswerRequest"]["properties"]["policy"]
     assert all(name in policy["description"] for name in [*DESCRIPTIONS, "+shift"])
     assert all(Policy.parse(name) for name in policy["examples"])
-    assert {"Usage", "Timings", "SourceResponse", "ErrorBody"} <= schemas.keys()
+    assert {"Usage", "Timings", "Source", "ErrorBody"} <= schemas.keys()
 
 
 def test_a_port_in_use_is_an_error_before_the_pipeline_is_opened() -> None:
@@ -274,9 +274,9 @@ SLOW_SERVER = textwrap.dedent("""
     from contextlib import asynccontextmanager
     from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
-    from ragkv.background.canary import Canary
+    from ragkv.background import Canary
     from ragkv.config import MAIN, Config
-    from ragkv.background.idle import Idle
+    from ragkv.background import Idle
     from ragkv.policies import FULL
     from ragkv.server import serve
     from ragkv.server.tenants import Tenants

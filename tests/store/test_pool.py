@@ -10,7 +10,7 @@ from store_samples import NUM_LAYERS, make_key, make_layers
 from ragkv.errors import StoreError
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import EntryFile, Layout
-from ragkv.store.pool import Pool
+from ragkv.store.memory import Pool
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode, record_bytes
 
 LAYERS = make_layers(num_tokens=40)
@@ -39,7 +39,7 @@ def ask(pool, *chunks, hint=None):
 
 
 def chunks_in(pool):
-    return {int(key.chunk_hash, 16) for key in pool}
+    return {int(key.chunk_hash, 16) for key in pool._held}
 
 
 def same(a, b):
@@ -105,7 +105,7 @@ def test_another_place_is_another_chunk():
     pool = Pool(1 << 20)
     ask(pool, 1)
     assert pool.get(make_key(1), Layout(LAYOUT.lengths, (0, 1)), 0) is None  # of another version
-    assert not chunks_in(pool) and pool.size_bytes == 0
+    assert not chunks_in(pool) and pool._eviction.size_bytes == 0
 
 
 def test_changes_are_told_once():
@@ -138,7 +138,7 @@ def test_layers_never_overlap_and_never_leave_the_budget():
                 num_held += held is not None
                 if held is None:
                     put(pool, make_key(n), layouts[n], layer, chunks[n][layer], {make_key(i) for i in requested})
-        assert pool.size_bytes <= 20 * CHUNK_BYTES + 123
+        assert pool._eviction.size_bytes <= 20 * CHUNK_BYTES + 123
         if rng.random() < 0.1 and chunks_in(pool):
             pool.drop(make_key(rng.choice(sorted(chunks_in(pool)))))
     assert num_held > 300

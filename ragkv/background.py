@@ -1,31 +1,102 @@
-"""The watch over drift: how far fused answers are from those of full prefill.
+"""Work that is done while no request is being answered: restoring missing KV, and the watch over drift.
 
-While the engine is idle, the first tokens of a share of the answers are scored again, both ways. Where the drift is too
-large, the budget rises. Drift is the mean of KL(full ‖ fused), in nats, over the tokens of an answer, and the share of
-them that full prefill would have chosen too, as in `ragkv eval quality`.
+Drift is how far a fused answer is from that of full prefill: the mean of KL(full ‖ fused), in nats, over its tokens,
+and the share of them that full prefill would have chosen too, as in `ragkv eval quality`.
 """
 
 import asyncio
 import logging
 import random
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
-from ragkv.background.idle import Idle, stop
 from ragkv.config import CanaryConfig
 from ragkv.engine.task import FuseTask
 from ragkv.errors import RagKVError
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 0.5  # since the last answer
+RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # names of what is counted
+PAUSE_S = 60.0  # after a failure to restore: the disk may be full
 WINDOW = 20  # answers whose drift decides
 _RAISE = 2.0  # the factor by which the budget rises
 _MAX_WAITING = 32  # answers: of more, the oldest isn't scored
+
+
+class Idle:
+    """A count of the requests that one engine is answering; lives in its event loop."""
+
+    def __init__(self) -> None:
+        self._num_answering, self._quiet_since = 0, 0.0
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request: the engine isn't idle within this context."""
+        self._num_answering += 1
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            self._quiet_since = time.monotonic()
+
+    async def wait(self) -> None:
+        """Wait until no request has been answered for `IDLE_S`."""
+        while (wait := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+
+
+async def stop(task: "asyncio.Task[None] | None") -> None:
+    """Cancel a task, if there is one, and wait until it has ended."""
+    if task is not None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+class KVRestorer:
+    """The chunks of one pipeline whose KV is missing, to be precomputed again; lives in its event loop.
+
+    precompute: makes the KV of one chunk, by hash, and returns whether it did.
+    """
+
+    def __init__(self, precompute: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
+        self._precompute, self._idle = precompute, idle
+        self._missing: dict[str, None] = {}
+        self._paused_until = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self.num_restored = self.num_failed = 0
+
+    def add(self, chunk_hashes: Iterable[str]) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        self._missing.update(dict.fromkeys(chunk_hashes))
+        if self._missing and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._missing:
+            await self._idle.wait()
+            chunk_hash = next(iter(self._missing))
+            del self._missing[chunk_hash]
+            try:
+                self.num_restored += await self._precompute(chunk_hash)
+            except Exception as error:  # whatever it is, answering continues
+                details = None if isinstance(error, RagKVError) else error
+                logger.warning("missing KV isn't precomputed again for %d s: %s", PAUSE_S, error, exc_info=details)
+                self.num_failed += 1
+                self._missing.clear()
+                self._paused_until = time.monotonic() + PAUSE_S
+
+    async def close(self) -> None:
+        await stop(self._task)
 
 
 @dataclass(frozen=True)
@@ -51,7 +122,8 @@ Score = Callable[[Sample], Awaitable[tuple[npt.NDArray[np.float32], npt.NDArray[
 
 
 class Canary:
-    """The canary of one engine; lives in its event loop.
+    """The watch over one engine's drift: while it is idle, the first tokens of a share of the answers are scored again,
+    both ways, and where the drift is too large, the budget rises. Lives in its event loop.
 
     budget: the one that drift calls for, None as long as the configured one will do. on_drift: called for each answer
     that was scored.

@@ -1,1 +1,0 @@
-"""Work that is done while no request is being answered."""

@@ -1,1 +1,0 @@
-"""What is known of the machine, and settings of its C library."""
