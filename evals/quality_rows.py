@@ -71,9 +71,6 @@ def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
     def mean(values: npt.NDArray[np.float64]) -> float:
         return round(float(values.mean()), 5)
 
-    def interval(values: npt.NDArray[np.float64]) -> list[float]:
-        return [round(value, 5) for value in intervals.interval(values)]
-
     def median_of(name: str) -> float | None:
         times = [row[name] for row in rows if row["ttft_ms"]]
         return round(float(np.median(times)), 1) if times else None
@@ -87,15 +84,15 @@ def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
         "anchored": rows[0]["kv"] != "alone",
         "examples": len(rows),
         "kl": mean(column("kl")),
-        "kl_interval": interval(column("kl")),
+        "kl_interval": _interval(column("kl")),
         "agreement": mean(column("agreement")),
-        "agreement_interval": interval(column("agreement")),
+        "agreement_interval": _interval(column("agreement")),
         "gold_nll": mean(column("gold_nll")),
         "gold_nll_difference": mean(nll),
-        "gold_nll_interval": interval(nll),
+        "gold_nll_interval": _interval(nll),
         "score": mean(column("score")),
         "score_full": mean(column("score_full")),
-        "score_interval": interval(score),
+        "score_interval": _interval(score),
         "word_f1": mean(column("word_f1")),
         "word_f1_full": mean(column("word_f1_full")),
         "recomputed_share": mean(column("recomputed_share")),
@@ -108,3 +105,7 @@ def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
         "right_full": len(kept),
         "right_kept": round(float(np.mean(kept)), 4) if kept else None,
     }
+
+
+def _interval(values: npt.NDArray[np.float64]) -> list[float]:
+    return [round(value, 5) for value in intervals.interval(values)]

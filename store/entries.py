@@ -126,7 +126,7 @@ class EntryFile:
 
 
 class EntryFolder:
-    """The entry files of a store. Any number of processes may use them; one at a time may write."""
+    """The entry files of a store. Any number of processes may read them; writers hold `Usage.writing`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -216,7 +216,7 @@ class EntryFolder:
         return [file for file in names if _key_of(file.name) is None or file.parent.name == _NEW]
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes haven't finished. No other process may be writing."""
+        """Remove files that killed processes left unfinished. No other process may have the store open."""
         for file in (self._folder / _NEW).iterdir():
             file.unlink()
 
@@ -262,7 +262,7 @@ class EntryFolder:
     def _sync(self, subfolders: Iterable[Path]) -> None:
         for subfolder in subfolders:
             sync_folder(subfolder)
-        os.utime(self._folder)
+        os.utime(self._folder)  # this is `last_change`
         sync_folder(self._folder)
 
     def _subfolders(self) -> list[Path]:

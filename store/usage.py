@@ -1,8 +1,8 @@
 """How often and when each entry was used, and so which goes first when the disk's budget is spent.
 
-A table in SQLite. Every entry file has a row, written before it; rows outlive the files: an entry that was evicted and
-is requested again comes back with its history. What the table says can cost time, never an answer: the files tell what
-is stored. So a damaged table is made anew from them (`ragkv.store.opening`).
+A table in SQLite. Every entry file has a row, committed before the file gets its name; rows outlive the files: an entry
+that was evicted and is requested again comes back with its history. A wrong table can cost time, but never makes an
+answer wrong: the files tell what is stored. So a damaged table is made anew from them (`ragkv.store.opening`).
 """
 
 import logging
@@ -64,7 +64,7 @@ class Usage:
         if schema != [(statement,) for statement in _SCHEMA] or problems != ["ok"]:
             raise sqlite3.DatabaseError("; ".join(map(str, problems[:3])))
 
-    # Inside `writing`
+    # Inside `writing` only
 
     def put(self, key: ChunkKey, size_bytes: int, cost: float, *, stored: bool) -> None:
         """Count the storing of an entry as a use. cost: of computing it again, in any unit; stored: False if there was
@@ -122,7 +122,7 @@ class Usage:
     def stored_bytes(self) -> int:
         return int(self._writer.run("select coalesce(sum(size), 0) from usage where stored")[0][0])
 
-    # At any time
+    # Outside `writing`; `count` and `flush` may wait for another writer
 
     @property
     def is_empty(self) -> bool:

@@ -30,7 +30,7 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
     """Return how many tokens of a fusion to compute in a step in which vLLM computes `num_scheduled` tokens of others.
 
     Each of the `num_others` requests waits for the slice, so the more they are, the smaller it is: together they wait
-    about as long as one stream does for a whole batch of vLLM's. The load pass isn't sliced, but has its own step.
+    about as long as one stream does for a whole batch of vLLM's. A fusion's probe isn't sliced, but has its own step.
     """
     if not num_others:
         return max_batch_tokens
@@ -40,8 +40,9 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
 class WorkerSide:
     """The jobs of a worker, and what became of those that have ended since vLLM last asked.
 
-    Jobs of each kind wait by request id, oldest first. In an engine step one kind advances by a slice, of about as many
-    tokens as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
+    Jobs of each kind wait in the order in which they came. In an engine step one kind advances: a fusion or means by
+    about as many tokens as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long;
+    precomputes by up to a whole batch of vLLM's.
     """
 
     def __init__(self, loader: KVLoader, max_batch_tokens: int) -> None:
@@ -159,7 +160,7 @@ class WorkerSide:
 
 
 def _fitting(sized: Iterable[tuple[_T, int]], limit: int) -> list[_T]:
-    """Return the first of some items with their sizes: as many as come to `limit` together, but at least one."""
+    """Return the first items whose sizes add up to at most `limit`, but at least one item."""
     fitting: list[_T] = []
     for item, size in sized:
         limit -= size
