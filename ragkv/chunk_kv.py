@@ -84,9 +84,7 @@ class ChunkKV:
         others: Mapping[str, Sequence[Span]],
         done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
     ) -> int:
-        """Precompute the entries that these chunks (hash to token ids) lack.
-
-        Returns how many chunks had no entry after the anchor.
+        """Precompute the entries that these chunks (hash to token ids) lack. Returns how many lacked the first one.
 
         others: for each chunk, the chunks that may precede it for its mean, likeliest first, in the spans in which they
         were precomputed; those without KV are passed over. done: called with a chunk's hash and the number of contexts

@@ -84,9 +84,8 @@ def nearest(
 ) -> dict[str, list[str]]:
     """Return, for each of these chunks, the hashes of the `count` nearest others, best first.
 
-    They are likely to stand next to it in a prompt.
-
-    vectors: `[n, dim]`, of these chunks. The others are taken from these chunks and from the index.
+    They are likely to stand next to it in a prompt, and are taken from these chunks and from the index. vectors:
+    `[n, dim]`, of these chunks.
     """
     similarity = vectors @ vectors.T  # [n, n]
     neighbours: dict[str, list[str]] = {}

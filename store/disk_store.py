@@ -175,7 +175,7 @@ class DiskStore:
         with self._errors("write to"), self._usage.writing():
             for chunk_hash in chunk_hashes:
                 self._usage.hint(chunk_hash, hint)
-        self._last_change = 0
+        self.entries.mark_changed()  # for what is in memory, of other processes too
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Delete every entry of these chunks. Returns how many entries that were.

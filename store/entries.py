@@ -8,6 +8,7 @@ name. What a reader has opened it can read to the end, whatever becomes of the n
 import os
 import secrets
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _MAGIC = b"RKVE"
 _HEAD = struct.Struct(f"<4sH{PREFIX_BYTES}sH")  # magic, format, key, number of layers; then each length, uint32
 _CHECKSUM = struct.Struct("<Q")
 _SUFFIX = ".kv"
-_NEW = "new"  # the subfolder of files that have no name yet
+_NEW, _UNFINISHED_S = "new", 60  # the subfolder of files that aren't finished; the time that a live writer may take
 
 
 def padded(num_bytes: int) -> int:
@@ -83,11 +84,14 @@ class EntryFile:
     """An open entry."""
 
     def __init__(self, descriptor: int, key: ChunkKey) -> None:
-        """Read the head. Takes the descriptor, also where it raises CorruptRecordError for a head that isn't whole."""
+        """Read the head. Owns the descriptor, and closes it where the head doesn't verify: CorruptRecordError."""
         self._descriptor = descriptor
         try:
             status = os.fstat(descriptor)
-            lengths = read_head(os.pread(descriptor, ALIGNMENT, 0), key)
+            head = b""
+            with suppress(OSError):  # of a disk that can't read it
+                head = os.pread(descriptor, ALIGNMENT, 0)
+            lengths = read_head(head, key)
             self._first = padded(head_bytes(len(lengths)))
             self.layout = Layout(lengths, (status.st_ino, status.st_ctime_ns))
         except BaseException:
@@ -173,8 +177,8 @@ class EntryFolder:
 
     def _advise(self, key: ChunkKey, advice: int) -> None:
         if (descriptor := self._open(key)) is not None:
-            os.posix_fadvise(descriptor, 0, os.fstat(descriptor).st_size, advice)
-            os.close(descriptor)
+            with open(descriptor, "rb") as file:  # noqa: PTH123 - which closes it
+                os.posix_fadvise(file.fileno(), 0, 0, advice)
 
     def _open(self, key: ChunkKey) -> int | None:
         try:
@@ -211,9 +215,11 @@ class EntryFolder:
         return [key for key in _keys_in(self._folder / chunk_hash[:2]) if key.chunk_hash == chunk_hash]
 
     def strangers(self) -> list[Path]:
-        """Return files that are no entry, such as those that a killed process hasn't finished."""
-        names = [file for folder in (*self._subfolders(), self._folder / _NEW) for file in folder.iterdir()]
-        return [file for file in names if _key_of(file.name) is None or file.parent.name == _NEW]
+        """Return files that are no entry, also those that a process began over a minute ago and hasn't finished."""
+        old = time.time() - _UNFINISHED_S
+        unfinished = [file for file in (self._folder / _NEW).iterdir() if file.stat().st_mtime < old]
+        named = (file for folder in self._subfolders() for file in folder.iterdir())
+        return unfinished + [file for file in named if _key_of(file.name) is None]
 
     def remove_unfinished(self) -> None:
         """Remove files that killed processes left unfinished. No other process may have the store open."""
@@ -262,8 +268,12 @@ class EntryFolder:
     def _sync(self, subfolders: Iterable[Path]) -> None:
         for subfolder in subfolders:
             sync_folder(subfolder)
-        os.utime(self._folder)  # this is `last_change`
+        self.mark_changed()
         sync_folder(self._folder)
+
+    def mark_changed(self) -> None:
+        """Give `last_change` another value."""
+        os.utime(self._folder)
 
     def _subfolders(self) -> list[Path]:
         return [path for path in self._folder.iterdir() if path.name != _NEW]

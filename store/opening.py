@@ -84,8 +84,8 @@ def _fill(usage: Usage, entries: EntryFolder) -> None:
     with usage.writing():
         for key in entries:
             try:
-                if (file := entries.open(key)) is None:
-                    continue
+                file = entries.open(key)
+                assert file is not None  # nobody else writes
                 with closing(file):
                     num_tokens = read_header(file.read(0)).shape[1]
                 usage.put(key, entries.size(key), cost=num_tokens, stored=True)

@@ -62,7 +62,7 @@ class Usage:
         schema = self._reader.run("select lower(sql) from sqlite_master where sql is not null order by rowid")
         problems = [row[0] for row in self._reader.run("pragma integrity_check")]
         if schema != [(statement,) for statement in _SCHEMA] or problems != ["ok"]:
-            raise sqlite3.DatabaseError("; ".join(map(str, problems[:3])))
+            raise sqlite3.DatabaseError(f"its tables are not those that were made; {problems[:3]}")
 
     # Inside `writing` only
 

@@ -83,7 +83,6 @@ class Choices(BaseModel):
         description="How the KV of the retrieved chunks is treated from now on when room is needed: "
         + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
     )
-
     explain: bool = Field(False, description="Report where each prompt token's KV came from")
     fresh: bool = Field(False, description="Don't use vLLM's prefix cache: times are those of a first request")
     timeout_s: float | None = Field(
@@ -232,9 +231,7 @@ def error_body(kind: str, message: str, **data: int) -> dict[str, Any]:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, OverloadedError) else {}
-    if not isinstance(
-        error, RagKVError
-    ):  # Starlette raises it again after this, and then uvicorn closes the connection
+    if not isinstance(error, RagKVError):  # Starlette raises it again, and then uvicorn closes the connection
         headers["Connection"] = "close"
     return JSONResponse(error_of(error), status, headers)
 

@@ -213,6 +213,16 @@ def test_a_hint_reaches_what_is_in_memory(tmp_path):
         assert store.in_memory(make_key(1)) and store.in_memory(make_key(2)) and not store.in_memory(make_key(3))
 
 
+def test_a_hint_of_another_process_reaches_what_is_in_memory(tmp_path):
+    with closing(DiskStore(tmp_path, memory_bytes=2 * CHUNK_BYTES)) as store, closing(DiskStore(tmp_path)) as other:
+        store.put([(make_key(n), LAYERS) for n in (1, 2, 3)])
+        read(store, 1)
+        other.hint([make_key(1).chunk_hash], "pin")
+        for n in (2, 3, 2, 3):
+            read(store, n)
+        assert store.in_memory(make_key(1))
+
+
 def test_memory_that_cant_be_had_is_refused_by_name(tmp_path):
     with pytest.raises(StoreError, match=r"no 1.04858e\+06 GiB of memory for KV.*store.memory_gib"):
         DiskStore(tmp_path, memory_bytes=1 << 50)
