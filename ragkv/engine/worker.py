@@ -30,7 +30,7 @@ def slice_tokens(max_batch_tokens: int, num_others: int, num_scheduled: int) -> 
     """Return how many tokens of a fusion to compute in a step in which vLLM computes `num_scheduled` tokens of others.
 
     Each of the `num_others` requests waits for the slice, so the more they are, the smaller it is: together they wait
-    about as long as one stream does for a whole batch of vLLM's. A fusion's probe isn't sliced, but has its own step.
+    about as long as one stream does for a whole batch of vLLM's. A fusion's probe isn't sliced.
     """
     if not num_others:
         return max_batch_tokens
