@@ -62,7 +62,8 @@ def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
 
     Where that says more, they are of differences from full prefill. The tail: quantiles of the KL over examples; the
     share of examples further off than by `unrepaired`, the same examples' rows of policy `none`, by more than a tenth
-    (None without those); and of the answers that full prefill gets right the share that stays right.
+    (None without those); and of the answers that full prefill gets right the share that stays right. The estimates of
+    the drift, where they were asked for.
     """
 
     def column(name: str) -> npt.NDArray[np.float64]:
@@ -104,6 +105,20 @@ def summary(rows: Sequence[Row], unrepaired: Sequence[Row] = ()) -> Row:
         "further_than_none": round(float(np.mean(further)), 4) if further else None,
         "right_full": len(kept),
         "right_kept": round(float(np.mean(kept)), 4) if kept else None,
+        **_of_estimates(rows),
+    }
+
+
+def _of_estimates(rows: Sequence[Row]) -> Row:
+    """Return the mean of the estimated drifts, and their rank correlation with the true ones (Spearman)."""
+    pairs = [(row["drift_estimate"], row["kl_greedy"]) for row in rows if row.get("drift_estimate") is not None]
+    if len(pairs) < 2:
+        return {"drift_estimate": None, "estimate_rank": None}
+    estimates, true = np.array(pairs).T
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (estimates, true)])
+    return {
+        "drift_estimate": round(float(estimates.mean()), 5),
+        "estimate_rank": round(float(np.corrcoef(ranks)[0, 1]), 3),
     }
 
 

@@ -52,7 +52,8 @@ class AnswerOptions:
 
     fresh: bypass vLLM's prefix cache, so that a measured time is that of a first request. hint: how the KV of the
     chunks in the prompt is treated from now on when room is needed; None leaves it as it was. explain: return where the
-    KV of each prompt token came from. timeout_s: for the whole answer.
+    KV of each prompt token came from. timeout_s: for the whole answer. max_drift: the quality target
+    (`ragkv.quality_target`), in nats; None estimates no drift.
     """
 
     policy: Policy
@@ -63,6 +64,7 @@ class AnswerOptions:
     sampling: Sampling = Sampling()
     explain: bool = False
     timeout_s: float | None = None
+    max_drift: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class Answer:
     """A finished answer.
 
     policy: the one really used. fallback: what kept KV from being reused, if anything. plan: what the controller
-    expected, None if it wasn't asked. origins: given if the question asked for an explanation.
+    expected, None if it wasn't asked. origins: given if the question asked for an explanation. drift_estimate: in nats
+    (`ragkv.quality_target`), None if it wasn't asked for or there is nothing to estimate it by. attempts: how often the
+    answer was begun, until its estimate was low enough.
     """
 
     text: str
@@ -146,6 +150,8 @@ class Answer:
     fallback: str | None = None
     plan: Plan | None = None
     origins: TokenOrigins | None = None
+    drift_estimate: float | None = None
+    attempts: int = 1
 
 
 @dataclass(frozen=True)

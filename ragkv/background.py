@@ -110,15 +110,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Drift:
-    """The drift of one answer. agreement: the share of its tokens that full prefill would have chosen too."""
+    """The drift of one answer. agreement: the share of its tokens that full prefill would have chosen too.
+
+    estimate: what `ragkv.quality_target` takes the drift for, None where its chunks have no other KV.
+    """
 
     kl: float
     agreement: float
     num_tokens: int
+    estimate: float | None = None
 
 
-# Log-probabilities `[m, V]` of a sample's tokens: by full prefill, and as it was fused.
-Score = Callable[[Sample], Awaitable[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]]
+LogProbs = npt.NDArray[np.float32]
+# Log-probabilities `[m, V]` of a sample's tokens: by full prefill, as it was fused, and from the chunks' other KV.
+Score = Callable[[Sample], Awaitable[tuple[LogProbs, LogProbs, LogProbs | None]]]
 
 
 class Canary:
@@ -153,12 +158,12 @@ class Canary:
             await self._idle.wait()
             sample = self._waiting.popleft()
             try:
-                full, fused = await self._score(sample)
+                full, fused, other = await self._score(sample)
             except Exception as error:  # whatever it is, answering continues
                 details = None if isinstance(error, RagKVError) else error
                 logger.warning("the drift of an answer isn't known: %s", error, exc_info=details)
                 continue
-            drift = drift_of(full, fused)
+            drift = drift_of(full, fused, other)
             self.on_drift(drift)
             if sample.task.policy.budget == (self.budget or self._configured):
                 self._consider(drift)
@@ -176,12 +181,14 @@ class Canary:
             self._recent.clear()
 
 
-def drift_of(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> Drift:
+def drift_of(full: LogProbs, fused: LogProbs, other: LogProbs | None = None) -> Drift:
     """Return an answer's drift, from log-probabilities `[m, V]` of its tokens."""
-    return Drift(float(kl(full, fused).mean()), float((full.argmax(1) == fused.argmax(1)).mean()), len(full))
+    agreement = float((full.argmax(1) == fused.argmax(1)).mean())
+    estimate = None if other is None else float(kl(fused, other).mean())
+    return Drift(float(kl(full, fused).mean()), agreement, len(full), estimate)
 
 
-def kl(full: npt.NDArray[np.float32], fused: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def kl(full: LogProbs, fused: LogProbs) -> npt.NDArray[np.float32]:
     """Return KL(full ‖ fused) in nats at each position, from log-probabilities `[m, V]`."""
     result: npt.NDArray[np.float32] = (np.exp(full) * (full - fused)).sum(1)
     return result

@@ -64,6 +64,14 @@ class ChunkKV:
             spans.append(self.averaged(span) if averaged else span)
         return FuseTask(tuple(spans), policy)
 
+    def over_other_kv(self, task: FuseTask) -> FuseTask | None:
+        """Return the task with the KV after the anchor alone of the chunks that it takes the mean of; None if it takes
+        no mean."""
+        others = tuple(
+            replace(s, anchor_hash=self.anchor_hash) if s.anchor_hash == self.mean_hash else s for s in task.spans
+        )
+        return replace(task, spans=others) if others != task.spans else None
+
     def without_mean(self, task: FuseTask) -> list[str]:
         """Return the hashes of the chunks of a task that have no mean KV, although a mean would be more accurate."""
         if self.num_contexts == 1:

@@ -124,6 +124,10 @@ class AnswerConfig(Section):
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
     timeout_s: float | None = Field(None, gt=0)
     """Longest time for a whole answer, in seconds. Default: no limit"""
+    max_drift: float | None = Field(None, gt=0)
+    """Quality target: the largest estimated drift of an answer from full prefill's, in nats. An answer that is above
+    it is begun again with three times the budget, and at last by full prefill; its first 16 tokens wait for the
+    estimate. Default: no estimate"""
 
 
 class CanaryConfig(Section):

@@ -11,6 +11,7 @@ from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.task import StageReport, TokenReport, missing_kv
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt
+from ragkv.quality_target import NUM_LOGPROBS
 from ragkv.routing import Request
 
 
@@ -18,25 +19,36 @@ class Generation:
     """What vLLM has generated for a request so far. Times are in seconds of `time.perf_counter`.
 
     begun_at: when the question arrived. output: vLLM's last piece, with the worker's report once it has ended.
+    drift_estimate: in nats, None where none was asked for. logprobs: of each token's likeliest alternatives, kept only
+    for the estimate.
     """
 
-    def __init__(self, request: Request, options: AnswerOptions, begun_at: float) -> None:
-        self._request, self._options, self._begun_at = request, options, begun_at
-        self._submitted_at, self._first_token_at = 0.0, 0.0
+    def __init__(
+        self, request: Request, options: AnswerOptions, begun_at: float, rejected: "Generation | None" = None
+    ) -> None:
+        """rejected: the generation for the same question that this one takes the place of."""
+        self.request, self._options, self._begun_at = request, options, begun_at
+        self._submitted_at: float = rejected._submitted_at if rejected else 0.0
+        self._first_token_at = 0.0
+        self._attempts: int = rejected._attempts + 1 if rejected else 1
         self.text = ""
         self.tokens: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.drift_estimate: float | None = None
         self.output = EngineOutput("", [])
 
     @property
     def unusable_chunks(self) -> list[str]:
         """The hashes of the chunks whose KV was missing or damaged."""
-        return self.output.report.chunks.unusable if self.output.report else list(self._request.missing)
+        return self.output.report.chunks.unusable if self.output.report else list(self.request.missing)
 
     async def run(self, engine: Engine) -> AsyncGenerator[str, None]:
         """Generate, and yield each piece of text. Closing the generator aborts the request."""
-        request, options = self._request, self._options
+        request, options = self.request, self._options
         sampling = {**asdict(options.sampling), "stop": list(options.sampling.stop)}
-        self._submitted_at = time.perf_counter()
+        if options.max_drift is not None:
+            sampling["logprobs"] = NUM_LOGPROBS
+        self._submitted_at = self._submitted_at or time.perf_counter()
         outputs = engine.generate(
             request.prompt.token_ids, request.task, max_tokens=options.max_tokens, salt=request.salt, **sampling
         )
@@ -46,13 +58,18 @@ class Generation:
                     self._first_token_at = time.perf_counter()
                 self.output = output
                 self.tokens += output.token_ids
+                self.logprobs += output.logprobs or []
                 self.text += output.text
                 if output.text:
                     yield output.text
 
+    def released(self) -> None:
+        """Note that the answer's first text, which was held back, goes out now: its TTFT ends here."""
+        self._first_token_at = time.perf_counter()
+
     def answer(self, sources: list[Source], origins: TokenOrigins | None, unsupported: str | None) -> Answer:
         """Put the finished answer together. unsupported: why the model's KV can't be fused, None if it can."""
-        request, report, now = self._request, self.output.report, time.perf_counter()
+        request, report, now = self.request, self.output.report, time.perf_counter()
         missing = missing_kv(len(request.missing), len(request.requested.spans)) if request.missing else None
         fallback = report.problem if report else unsupported or missing
         policy = (report and report.policy) or request.policy
@@ -74,6 +91,8 @@ class Generation:
             fallback,
             request.plan,
             origins,
+            self.drift_estimate,
+            self._attempts,
         )
 
 

@@ -12,20 +12,18 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Delta, Retrieved, Source
-from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, Sample
+from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, LogProbs, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import ProfileFile, profile_machine
 from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
-from ragkv.errors import StoreError
+from ragkv.errors import ModelError, StoreError
 from ragkv.generation import Generation, origins_of
 from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
+from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Search, Workspace
@@ -124,11 +122,14 @@ class Pipeline:
             fitted = await self._retrieve(conversation, options, engine.max_model_len)
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
-            request = self._router.route(conversation, options, fitted, engine)
-            generation = Generation(request, options, begun_at)
-            async with aclosing(generation.run(engine)) as texts:
-                async for text in texts:
-                    yield Delta(text)
+            generation: Generation | None = None
+            while generation is None or self._is_rejected(generation, options):
+                options = options if generation is None else replace(options, policy=raised(options.policy))
+                request = self._router.route(conversation, options, fitted, engine)
+                generation = Generation(request, options, begun_at, generation)
+                async with aclosing(self._texts(generation, options, engine)) as texts:
+                    async for text in texts:
+                        yield Delta(text)
             await self._settle(conversation, options, request, generation)
             origins = None
             if options.explain:
@@ -143,6 +144,34 @@ class Pipeline:
         layout.check_question(shown.question, shown.instruction, options.max_tokens, max_model_len)
         hits = await self._search.hits(conversation.questions, options.top_k)
         return fit(layout, shown, hits[-len(shown.questions) :], max_model_len - options.max_tokens)
+
+    def _texts(self, generation: Generation, options: AnswerOptions, engine: Engine) -> AsyncGenerator[str, None]:
+        """Generate, and yield the text; with a quality target none if the estimated drift is above it."""
+        texts, request = generation.run(engine), generation.request
+        if options.max_drift is None:
+            return texts
+        if request.task is None or request.task.policy.is_full:
+            generation.drift_estimate = 0.0
+            return texts
+        other = self.workspace.chunk_kv(engine).over_other_kv(request.task)
+        if other is None:
+            return texts
+
+        async def estimate() -> float | None:
+            try:
+                tokens = generation.tokens[:NUM_TOKENS]
+                (rows,), _ = await engine.score(request.prompt.token_ids, other, [tokens])
+            except ModelError as error:
+                logger.warning("an answer's drift isn't estimated: %s", error)
+                return None
+            return disagreement(generation.logprobs[:NUM_TOKENS], rows)
+
+        return begun_within(generation, texts, estimate, options.max_drift)
+
+    @staticmethod
+    def _is_rejected(generation: Generation, options: AnswerOptions) -> bool:
+        estimate = generation.drift_estimate
+        return estimate is not None and options.max_drift is not None and estimate > options.max_drift
 
     async def _settle(
         self, asked: Conversation, options: AnswerOptions, request: Request, generation: Generation
@@ -209,12 +238,13 @@ class Pipeline:
         in_memory = len(self.workspace.engine.in_memory) if self.workspace.engine else 0
         return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory}
 
-    async def _score(self, sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the log-probabilities of a sample's tokens after full prefill, and after the sample's own task."""
+    async def _score(self, sample: Sample) -> tuple[LogProbs, LogProbs, LogProbs | None]:
+        """Return the log-probabilities of a sample's tokens: full prefill's, its own task's, and over the other KV."""
         engine = await self.workspace.start()
-        (full,), _ = await engine.score(sample.prompt, replace(sample.task, policy=FULL), [sample.tokens])
-        (fused,), _ = await engine.score(sample.prompt, sample.task, [sample.tokens])
-        return full, fused
+        other = self.workspace.chunk_kv(engine).over_other_kv(sample.task)
+        tasks = (replace(sample.task, policy=FULL), sample.task, *([other] if other else []))
+        scored = [(await engine.score(sample.prompt, task, [sample.tokens]))[0][0] for task in tasks]
+        return scored[0], scored[1], scored[2] if other else None
 
     async def _precompute_again(self, chunk_hash: str) -> bool:
         """Precompute a chunk again, in whichever corpus that this tenant searches has it."""

@@ -138,10 +138,8 @@ FULL = Policy(Selection.FULL)
 
 
 def voting_layers(num_layers: int) -> range:
-    """Return the layers whose attention votes: the middle third, at least one (docs/decisions/0003)."""
-    low, high = (int(part * num_layers + 1e-6) for part in (1 / 3, 2 / 3))
-    high = max(1, high)
-    return range(min(low, high - 1), high)
+    """Return the layers whose attention votes: all but the lowest third, at least one (docs/decisions/0003)."""
+    return range(min(int(num_layers / 3 + 1e-6), num_layers - 1), num_layers)
 
 
 def top_voted(votes: torch.Tensor, eligible: torch.Tensor, num_tokens: int) -> torch.Tensor:

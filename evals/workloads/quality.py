@@ -26,7 +26,9 @@ async def run(config: Config, wanted: Quality, progress: Progress) -> AsyncItera
     parts = (Path(wanted.dataset).stem, Path(config.model.name).name, config.model.dtype)
     file = "-".join(map(str, (*parts, wanted.captures, config.store.codec))) + ".jsonl"
     out = wanted.out or config.home / "evals" / file
-    settings = Settings(wanted.examples, wanted.captures, wanted.ttft_examples, config.index.chunk_tokens)
+    settings = Settings(
+        wanted.examples, wanted.captures, wanted.ttft_examples, config.index.chunk_tokens, wanted.estimate
+    )
     for row in await evaluate(config, dataset, wanted.policies, settings, out, progress):
         yield row
     progress.note(f"by example: {out}")

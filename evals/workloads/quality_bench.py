@@ -28,6 +28,7 @@ from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Row
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt, PromptLayout
+from ragkv.quality_target import NUM_TOKENS
 from ragkv.retriever.encoders import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.disk_store import DiskStore
@@ -43,12 +44,14 @@ LogProbs = npt.NDArray[np.float32]  # [tokens, vocabulary]
 @dataclass(frozen=True)
 class Settings:
     """examples: how many are run, from the first on. num_contexts: over how many a chunk's KV is averaged.
-    ttft_examples: on how many examples times are taken, one request at a time."""
+    ttft_examples: on how many examples times are taken, one request at a time. estimate: whether each fused answer's
+    drift is estimated too (`ragkv.quality_target`)."""
 
     examples: int = 50
     num_contexts: int = 4
     ttft_examples: int = 10
     chunk_tokens: int = 512
+    estimate: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,15 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Fused:
-    """What an arm makes of an example. ttft_ms: None where no times are taken."""
+    """What an arm makes of an example. ttft_ms: None where no times are taken. drift_estimate: None where there is
+    none."""
 
     greedy_probs: LogProbs
     gold_probs: LogProbs
     report: Report
     answer: str
     ttft_ms: float | None
+    drift_estimate: float | None
 
 
 class QualityBench:
@@ -166,10 +171,22 @@ class QualityBench:
             )
         )
         fused = []
-        for task, (tokens, _), ((greedy_probs, gold_probs), report) in zip(tasks, answers, drifts, strict=True):
+        for task, salt, (tokens, _), ((greedy_probs, gold_probs), report) in zip(
+            tasks, salts, answers, drifts, strict=True
+        ):
             ttft_ms = (await self._generate(prompt.token_ids, task, max_tokens=1))[1] if timed else None
-            fused.append(Fused(greedy_probs, gold_probs, report, self._text(tokens), ttft_ms))
+            estimate = await self._estimate(prompt, task, tokens, salt) if self._settings.estimate else None
+            fused.append(Fused(greedy_probs, gold_probs, report, self._text(tokens), ttft_ms, estimate))
         return fused
+
+    async def _estimate(self, prompt: Prompt, task: FuseTask, answer: list[int], salt: str) -> float | None:
+        other = next(filter(None, (kv.over_other_kv(task) for kv in self._kv.values())), None)
+        if other is None:
+            return None
+        tokens = answer[:NUM_TOKENS]
+        (fused,), _ = await self._engine.score(prompt.token_ids, task, [tokens], salt)
+        (rows,), _ = await self._engine.score(prompt.token_ids, other, [tokens])
+        return float(background.kl(fused, rows).mean())
 
     def _row(self, example: Example, prompt: Prompt, arm: Arm, full: Baseline, fused: Fused) -> Row:
         greedy_kl = background.kl(full.greedy_probs, fused.greedy_probs)
@@ -196,6 +213,7 @@ class QualityBench:
             "covered": fused.report.votes.covered,
             "evenness": fused.report.votes.evenness,
             "ttft_ms": fused.ttft_ms,
+            "drift_estimate": fused.drift_estimate,
             "baseline_ttft_ms": full.ttft_ms,
         }
         if example is self.dataset.examples[0]:  # for the report's picture of a prompt

@@ -52,7 +52,7 @@ def _group(help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
 
 app = _group("RAG on vLLM that reuses the KV of document chunks.")
 app.command()(configured(engine_commands.index, "num_contexts", *MODEL))
-app.command()(configured(engine_commands.ask, "policy", "budget", "top_k", "max_tokens", *MODEL))
+app.command()(configured(engine_commands.ask, "policy", "budget", "max_drift", "top_k", "max_tokens", *MODEL))
 app.command()(configured(engine_commands.serve, "host", "port", *MODEL))
 app.command()(engine_commands.key)
 app.command()(configured(engine_commands.profile, *MODEL))

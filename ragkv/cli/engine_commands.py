@@ -84,7 +84,10 @@ def ask(
     if not question.strip():
         raise ConfigError("the question is blank")
     options = AnswerOptions(
-        Policy.of(config.answer.policy, config.answer.budget), config.answer.top_k, config.answer.max_tokens
+        Policy.of(config.answer.policy, config.answer.budget),
+        config.answer.top_k,
+        config.answer.max_tokens,
+        max_drift=config.answer.max_drift,
     )
     prepare(log_file(config), verbose)
     answers = asyncio.run(_ask(config, question, options, compare, tenant, show=not as_json))

@@ -38,6 +38,7 @@ SETTINGS = _COMMON | {
     ),
     "policy": ("answer.policy", str, "Which cached tokens to recompute: guided (the default), none, query, full, …"),
     "budget": ("answer.budget", float, "Share of the cached tokens to recompute, 0 to 1."),
+    "max_drift": ("answer.max_drift", float, "Quality target: largest estimated drift, in nats. Default: none."),
     "top_k": ("answer.top_k", int, "Chunks to retrieve."),
     "max_tokens": ("answer.max_tokens", int, "Longest answer in tokens."),
     "host": ("server.host", str, "Address to listen on. [RAGKV_SERVER__HOST]"),

@@ -37,6 +37,8 @@ class AnswerResponse(BaseModel):
     usage: Usage
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
+    drift_estimate: float | None = Field(description="From full prefill's answer, in nats; null without `max_drift`")
+    attempts: int = Field(description="How often the answer was begun, until its estimate was within `max_drift`")
     finish_reason: str
     prompt: TokenOrigins | None = Field(
         validation_alias="origins", description="Where each prompt token's KV came from; null unless `explain`"

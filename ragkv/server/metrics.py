@@ -45,8 +45,11 @@ class Metrics:
         self.memory = counter("memory_tokens", "Prompt tokens whose stored KV was in memory")
         self.completion = counter("completion_tokens", "Tokens generated")
         self.fallbacks = counter("fallbacks", "Answers with less reuse than possible, by reason", "reason")
+        self.estimates = histogram("drift_estimate", "Estimated drift of answers with a quality target, in nats", _KL)
+        self.rejected = counter("rejected_answers", "Answers begun again, since their estimate was above the target")
         self.plans = counter("plans", "What the controller chose: fuse, fuse warm, prefill", "way")
         self.drift = histogram("canary_kl", "Drift of answers compared with full prefill's, in nats", _KL)
+        self.guessed = histogram("canary_estimated_kl", "What the same answers' drift is estimated as, in nats", _KL)
         self.compared = counter("canary_tokens", "Tokens of answers that were compared with full prefill's")
         self.agreed = counter("canary_agreeing_tokens", "Those that full prefill would have chosen as well")
         self.budget = Gauge("ragkv_budget", "Share of the cached tokens recomputed", ["tenant"], registry=registry)
@@ -54,6 +57,8 @@ class Metrics:
 
     def drifted(self, tenant: str, drift: Drift, budget: float) -> None:
         self.drift.observe(drift.kl)
+        if drift.estimate is not None:
+            self.guessed.observe(drift.estimate)
         self.compared.inc(drift.num_tokens)
         self.agreed.inc(drift.agreement * drift.num_tokens)
         self.budget.labels(tenant).set(budget)
@@ -70,6 +75,9 @@ class Metrics:
             self.prompt.labels(source).inc(getattr(usage, f"{source}_tokens"))
         self.memory.inc(usage.memory_tokens)
         self.completion.inc(usage.completion_tokens)
+        self.rejected.inc(answer.attempts - 1)
+        if answer.drift_estimate is not None:
+            self.estimates.observe(answer.drift_estimate)
         if answer.fallback is not None:
             self.fallbacks.labels(without_numbers(answer.fallback)).inc()
         if answer.plan is not None:

@@ -88,6 +88,9 @@ class Choices(BaseModel):
     timeout_s: float | None = Field(
         None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
     )
+    max_drift: float | None = Field(
+        None, gt=0, description="Begin the answer again, more exactly, while its estimated drift is above this, in nats"
+    )
 
     def options(
         self, defaults: AnswerConfig, max_tokens: int | None, sampling: Sampling | None = None
@@ -103,6 +106,7 @@ class Choices(BaseModel):
             sampling=sampling or Sampling(),
             explain=self.explain,
             timeout_s=self.timeout_s or defaults.timeout_s,
+            max_drift=self.max_drift or defaults.max_drift,
         )
 
 

@@ -31,7 +31,9 @@ def test_drift():
     assert (same.kl, same.agreement, same.num_tokens) == (0, 1, 2)
     drift = drift_of(rows(0.5, 0.9), rows(0.25, 0.1))
     expected = (0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75) + 0.9 * np.log(9) + 0.1 * np.log(1 / 9)) / 2
-    assert drift.kl == pytest.approx(expected, rel=1e-5) and drift.agreement == 0
+    assert drift.kl == pytest.approx(expected, rel=1e-5) and (drift.agreement, drift.estimate) == (0, None)
+    estimate = drift_of(rows(0.9), rows(0.5), rows(0.25)).estimate
+    assert estimate == pytest.approx(0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75), rel=1e-5)
 
 
 def sample(budget=0.05):
@@ -55,11 +57,11 @@ def watch(samples, score, **config):
 
 
 async def far(sample):
-    return rows(0.99), rows(0.01)
+    return rows(0.99), rows(0.01), None
 
 
 async def near(sample):
-    return rows(0.6), rows(0.5)
+    return rows(0.6), rows(0.5), None
 
 
 def test_the_budget_rises_while_answers_drift_and_says_so(caplog):

@@ -12,7 +12,7 @@ from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Retrieved, 
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.pipeline import Pipeline
-from ragkv.policies import Policy
+from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt
 from ragkv.server import create_app
 from ragkv.server.tenants import Tenants
@@ -102,6 +102,9 @@ def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, p
     prompt = Prompt([], end, [(end, end + 5), (end + 5, end + 9), (end + 9, end + 12)])
     task = kv.task(prompt, [*known, "f" * 32], Policy("none"), store)
     assert [span.anchor_hash for span in task.spans[1:]] == [kv.anchor_hash, kv.mean_hash, kv.anchor_hash]
+    other = kv.over_other_kv(task)
+    assert {span.anchor_hash for span in other.spans[1:]} == {kv.anchor_hash}
+    assert kv.over_other_kv(other) is None
 
 
 def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
@@ -127,6 +130,27 @@ def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
             assert second.text == exact.text == ask(QUESTIONS[2], turns, "full", fresh=True).text
         third = ask(QUESTIONS[3], (*turns, Turn(QUESTIONS[2], second.text)), policy)
         assert third.usage.prefix_tokens >= 128 * (second.usage.prompt_tokens // 128)
+
+
+def test_an_answer_above_its_quality_target_is_begun_again_up_to_full_prefill(runner, pipeline):
+    def ask(policy, **options):
+        return runner.run(events_of(pipeline, QUESTIONS[2], policy, fresh=True, max_tokens=24, **options))
+
+    full, plain = ask("full")[-1], ask("guided:0.05")[-1]
+    *_, content = ask("guided:0.05", max_drift=100.0)
+    assert (content.attempts, content.policy.label, content.text) == (1, "guided:0.05", plain.text)
+    assert 0 < content.drift_estimate < 100 and plain.drift_estimate is None
+    _, *deltas, strict = ask("guided:0.05", max_drift=1e-9)
+    assert (strict.attempts, strict.policy, strict.drift_estimate) == (3, FULL, 0.0)
+    assert strict.text == full.text == "".join(delta.text for delta in deltas)
+    *_, more = ask("guided:0.2", max_drift=100.0)
+    assert more.drift_estimate < content.drift_estimate
+    assert strict.timings.ttft_ms > content.timings.ttft_ms > plain.timings.ttft_ms
+
+
+def test_there_is_no_estimate_where_all_kv_is_exact(runner, pipeline):
+    *_, answer = runner.run(events_of(pipeline, QUESTIONS[2], "guided:0.05", 1, fresh=True, max_drift=1e-9))
+    assert (answer.attempts, answer.drift_estimate) == (1, None)
 
 
 def test_tokens_are_drawn_as_asked(runner, pipeline):

@@ -44,6 +44,7 @@ OPTIONS = {
         ("--codec", None),
         ("--ttft-examples", 10),
         ("--out", None),
+        ("--estimate", False),
         ("--json", False),
         *[option for option in SETTINGS if option[0] != "--embedder"],
     ],
@@ -106,4 +107,5 @@ def test_rows_of_quality_keep_their_keys():
         *("gold_nll", "gold_nll_difference", "gold_nll_interval", "score", "score_full", "score_interval"),
         *("word_f1", "word_f1_full", "recomputed_share", "tokens", "ttft_ms", "baseline_ttft_ms"),
         *("kl_greedy", "kl_gold", "kl_p50", "kl_p90", "kl_worst", "further_than_none", "right_full", "right_kept"),
+        *("drift_estimate", "estimate_rank"),
     ]

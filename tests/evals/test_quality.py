@@ -67,6 +67,16 @@ def test_rows_sum_up_the_examples(evaluate, tmp_path):
     assert bench.coming == [[{"1"}, {"2"}], [{"2"}], []]
 
 
+def test_estimates_are_ranked_beside_the_true_drift():
+    def ranked(estimates, true):
+        rows = [{"drift_estimate": e, "kl_greedy": t} for e, t in zip(estimates, true, strict=True)]
+        return quality_rows._of_estimates(rows)
+
+    assert ranked([0.1, 0.2, 0.6], [1.0, 5.0, 7.0]) == {"drift_estimate": 0.3, "estimate_rank": 1.0}
+    assert ranked([0.3, 0.2, 0.1], [1.0, 5.0, 7.0])["estimate_rank"] == -1.0
+    assert ranked([0.3, None], [1.0, 5.0]) == {"drift_estimate": None, "estimate_rank": None}
+
+
 def test_the_tail_is_told_apart_from_the_mean():
     def rows(kl, score):
         zeros = dict.fromkeys((*MEASURED, "recomputed_share", "tokens"), 0.0)

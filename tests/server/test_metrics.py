@@ -72,9 +72,10 @@ def test_a_store_that_cannot_be_counted_hides_nothing_else(pipeline, client) -> 
 
 
 def test_drift_is_counted(pipeline, client) -> None:
-    pipeline.canary.on_drift(Drift(0.25, 0.75, 8))
+    pipeline.canary.on_drift(Drift(0.25, 0.75, 8, 0.125))
     found = samples(client)
     assert found["ragkv_canary_kl_sum",] == 0.25
+    assert found["ragkv_canary_estimated_kl_sum",] == 0.125
     assert (found["ragkv_canary_tokens_total",], found["ragkv_canary_agreeing_tokens_total",]) == (8, 6)
 
 
