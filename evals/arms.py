@@ -10,8 +10,9 @@ KV_KINDS = {
     "anchor": "each chunk precomputed once, after the anchor",
     "random": "averaged after the anchor and each of some random other chunks; the first chunk exact",
     "near": "averaged after the anchor and each of its nearest other chunks; the first chunk exact",
+    "mixed": "averaged after the anchor and each of its nearest chunks among two random ones; the first one exact",
 }
-DEFAULT_KV = "near"  # as the product does
+DEFAULT_KV = "mixed"  # as the product does
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Read `query:0.05@anchor`; the kind is `near` where none is given. Raises ConfigError."""
+        """Read `query:0.05@anchor`; the kind is `mixed` where none is given. Raises ConfigError."""
         policy, _, kv = text.partition("@")
         if (kv or DEFAULT_KV) not in KV_KINDS:
             raise ConfigError(f"unknown kind of KV {kv!r} in {text!r}; choose one of {', '.join(KV_KINDS)}")

@@ -1,7 +1,7 @@
 """Builds the store keys and the engine's tasks for chunks' KV, and precomputes what is missing.
 
 Every chunk has an entry that was precomputed directly after the anchor. Where `num_contexts` is above 1 it has a second
-one: its mean KV over `num_contexts` - 1 computations, each with another chunk in between. The chunk that comes first in
+one: its mean KV over `num_contexts` - 1 computations, each with other chunks in between. The chunk that comes first in
 a prompt uses the former, which is exact there. Changing a hash or a key here orphans every stored entry.
 """
 
@@ -14,7 +14,7 @@ from ragkv.engine.engine import Engine
 from ragkv.engine.task import ROOT_HASH, FuseTask, MeanTask, PrecomputeTask, Span
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt
-from ragkv.retriever.hashing import NEAREST, mean_hash
+from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.retriever.hashing import chunk_hash as hash_of
 from ragkv.store.base import KVStore
 from ragkv.store.record import ChunkKey
@@ -34,7 +34,7 @@ class ChunkKV:
         fingerprint: str,
         heads: tuple[int, int],
         num_contexts: int,
-        contexts: str = NEAREST,
+        contexts: str = CONTEXTS,
     ) -> None:
         self._anchor, self._fingerprint, self._heads = list(anchor), fingerprint, heads
         self.num_contexts = num_contexts
@@ -89,14 +89,14 @@ class ChunkKV:
         engine: Engine,
         store: KVStore,
         chunks: Mapping[str, Sequence[int]],
-        others: Mapping[str, Sequence[Span]],
+        contexts: Mapping[str, Sequence[Sequence[Span]]],
         done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
     ) -> int:
         """Precompute the entries that these chunks (hash to token ids) lack. Returns how many lacked the first one.
 
-        others: for each chunk, the chunks that may precede it for its mean, likeliest first, in the spans in which they
-        were precomputed; those without KV are passed over. done: called with a chunk's hash and the number of contexts
-        for each entry. Raises StoreError if there is no space.
+        contexts: for each chunk, what stands before it for its mean: other chunks, one behind another, in the spans in
+        which they were precomputed; those without KV or without room are left out. done: called with a chunk's hash
+        and the number of contexts for each entry. Raises StoreError if there is no space.
         """
 
         async def run(task: PrecomputeTask | MeanTask, tokens: Sequence[int], num_contexts: int) -> None:
@@ -110,15 +110,28 @@ class ChunkKV:
             for chunk_hash, tokens in chunks.items():
                 alone = self.span(chunk_hash, len(tokens))
                 if not store.contains(self.key(self.averaged(alone))):
-                    stored = [span for span in others.get(chunk_hash, ()) if store.contains(self.key(span))]
+                    stored = [
+                        [span for span in context if store.contains(self.key(span))]
+                        for context in contexts.get(chunk_hash, ())
+                    ]
                     means.append((self._mean_task(alone, stored, engine), tokens))
             await _run_all(run(task, tokens, self.num_contexts - 1) for task, tokens in means)
         return len(missing)
 
-    def _mean_task(self, alone: Span, others: Sequence[Span], engine: Engine) -> MeanTask:
+    def _mean_task(self, alone: Span, contexts: Sequence[Sequence[Span]], engine: Engine) -> MeanTask:
         room = engine.max_model_len - (alone.end - alone.start) - 2  # tokens at the end that vLLM itself computes
-        fitting = [span for span in others if span.end <= room][: self.num_contexts - 1]
-        return MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(fitting))
+        placed = dict.fromkeys(self._placed(context, room) for context in contexts)
+        usable = [context for context in placed if context][: self.num_contexts - 1]
+        return MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(usable))
+
+    def _placed(self, context: Sequence[Span], room: int) -> tuple[Span, ...]:
+        """Return the spans one behind another after the anchor, those that end within `room`."""
+        placed, end = [], self.anchor_span.end
+        for span in context:
+            if end + span.end - span.start <= room:
+                placed.append(replace(span, start=end, end=end + span.end - span.start))
+                end = placed[-1].end
+        return tuple(placed)
 
 
 async def _run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -69,8 +69,8 @@ class IndexConfig(Section):
     chunk_overlap: int = Field(0, ge=0)
     """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""
     num_contexts: int = Field(4, ge=1, le=64)
-    """Contexts in which a chunk's KV is precomputed: after the anchor, and after each of its nearest other chunks for a
-    mean; 1: only after the anchor, in a quarter of the time, half the disk, more drift"""
+    """Contexts in which a chunk's KV is precomputed: after the anchor, and for a mean after each of its nearest other
+    chunks among two random ones; 1: only after the anchor, in a quarter of the time, half the disk, more drift"""
 
 
 class StoreConfig(Section):

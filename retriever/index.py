@@ -3,6 +3,7 @@
 Knows nothing about texts.
 """
 
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from ragkv.errors import StoreError
 from ragkv.retriever.catalog import Catalog
 
 BATCH = 4096  # vectors read from the catalogue at a time
+_DEPTH = 3  # chunks in a context
 _MORE = 4  # asked of the index beyond `count`: some are the chunk itself, or the same text elsewhere
 
 
@@ -98,3 +100,18 @@ def nearest(
         ranked = dict.fromkeys(other for _, other in sorted(scored, key=lambda item: -item[0]))
         neighbours[chunk_hash] = [other for other in ranked if other != chunk_hash][:count]
     return neighbours
+
+
+def contexts_of(chunk_hash: str, near: Sequence[str], pool: Sequence[str]) -> list[list[str]]:
+    """Return contexts for a chunk's mean: each of `near` among other chunks of `pool`, all in random order.
+
+    Several chunks stand before a chunk in a prompt, some of them about the same and some not. A mean over its nearest
+    chunks alone takes what they say for granted (docs/decisions/0007). The same arguments give the same contexts.
+    """
+    drawing, contexts = random.Random(chunk_hash), []
+    for each in near:
+        drawn = drawing.sample(pool, min(len(pool), _DEPTH + 1))
+        context = [each, *[other for other in drawn if other not in (chunk_hash, each)][: _DEPTH - 1]]
+        drawing.shuffle(context)
+        contexts.append(context)
+    return contexts

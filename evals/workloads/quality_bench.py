@@ -31,6 +31,7 @@ from ragkv.prompt import Prompt, PromptLayout
 from ragkv.quality_target import NUM_TOKENS
 from ragkv.retriever.encoders import Embedder
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.retriever.index import contexts_of
 from ragkv.store.disk_store import DiskStore
 
 MAX_CHUNKS, POOL_SIZE = 10, 24
@@ -95,6 +96,7 @@ class QualityBench:
                 ("anchor", 1),
                 ("random", settings.num_contexts),
                 ("near", settings.num_contexts),
+                ("mixed", settings.num_contexts),
             )
         }
         self._pool: dict[str, list[int]] = {}  # random others
@@ -105,11 +107,11 @@ class QualityBench:
         """Warm up, and get ready the chunks that averages see. vectors: the file that keeps the corpus' embeddings."""
         kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
         await self._kv["anchor"].precompute_anchor(self._engine, self._store)
-        if "random" in kinds:
+        if kinds & {"random", "mixed"}:
             examples = random.Random(0).sample(self.dataset.examples, min(POOL_SIZE, len(self.dataset.examples)))
             self._pool = _by_hash(self._chunks(example)[0] for example in examples)
             await self._kv["anchor"].precompute(self._engine, self._store, self._pool, {})
-        if "near" in kinds:
+        if kinds & {"near", "mixed"}:
             corpus = self.dataset.examples[: max(CORPUS_EXAMPLES, self._settings.examples)]
             self._corpus = _by_hash(chunk for example in corpus for chunk in self._chunks(example))
             self._nearest = await asyncio.to_thread(self._find_nearest, vectors)
@@ -265,16 +267,24 @@ class QualityBench:
             await asyncio.gather(*(engine.precompute(chunks[s.chunk_hash], PrecomputeTask(s)) for s in missing))
         if "anchor" in kinds:
             await once.precompute(engine, store, chunks, {})
-        if "random" in kinds:
+        if kinds & {"random", "mixed"}:
             pool = {h: once.span(h, len(chunk)) for h, chunk in self._pool.items()}
-            others = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
-            others = {h: [other for other in found if other.chunk_hash != h] for h, found in others.items()}
-            await self._kv["random"].precompute(engine, store, chunks, others)
-        if "near" in kinds:
+        if "random" in kinds:
+            drawn = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
+            contexts = {h: [[other] for other in found if other.chunk_hash != h] for h, found in drawn.items()}
+            await self._kv["random"].precompute(engine, store, chunks, contexts)
+        if kinds & {"near", "mixed"}:
             seen = {other: self._corpus[other] for h in chunks for other in self._nearest[h]}
             await once.precompute(engine, store, seen, {})
-            others = {h: [once.span(o, len(self._corpus[o])) for o in self._nearest[h]] for h in chunks}
-            await self._kv["near"].precompute(engine, store, chunks, others)
+            near = {other: once.span(other, len(tokens)) for other, tokens in seen.items()}
+        if "near" in kinds:
+            contexts = {h: [[near[other]] for other in self._nearest[h]] for h in chunks}
+            await self._kv["near"].precompute(engine, store, chunks, contexts)
+        if "mixed" in kinds:
+            placed, names = {**pool, **near}, [*pool]
+            named = {h: contexts_of(h, self._nearest[h], names) for h in chunks}
+            contexts = {h: [[placed[other] for other in context] for context in of] for h, of in named.items()}
+            await self._kv["mixed"].precompute(engine, store, chunks, contexts)
 
     def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
         hashes = list(map(chunk_hash, chunks))

@@ -107,9 +107,9 @@ class Bench:
         by_hash = {chunk_hash(chunk): chunk for chunk in chunks}
         spans = {hash: self._kv.span(hash, len(chunk)) for hash, chunk in by_hash.items()}
         self.precomputed |= by_hash.keys()
-        others = {hash: [span for other, span in spans.items() if other != hash] for hash in by_hash}
+        contexts = {hash: [[span] for other, span in spans.items() if other != hash] for hash in by_hash}
         await self._kv.precompute_anchor(self._engine, self._store)
-        await self._kv.precompute(self._engine, self._store, by_hash, others)
+        await self._kv.precompute(self._engine, self._store, by_hash, contexts)
         return self._layout.assemble(chunks, self._question), list(map(chunk_hash, chunks))
 
     async def ask(self, prompt: Prompt, task: FuseTask | None) -> Timed:

@@ -158,7 +158,8 @@ class Engine:
         Tasks that run at the same time are batched. Raises StoreError if the KV couldn't be stored.
         """
         begin = time.perf_counter()
-        num_more = max((o.end - o.start for o in task.others), default=0) if isinstance(task, MeanTask) else 0
+        contexts = task.contexts if isinstance(task, MeanTask) else ()
+        num_more = max((context[-1].end - context[0].start for context in contexts), default=0)
         prompt = [*token_ids, *[token_ids[-1]] * (1 + num_more)]  # vLLM computes a prompt's last token itself
         async for output in self.generate(prompt, task, max_tokens=1, salt=f"precompute-{uuid.uuid4().hex}"):
             if output.finish_reason and (output.report is None or output.report.failed):

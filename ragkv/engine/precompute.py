@@ -50,7 +50,7 @@ class Precompute:
         try:
             precomputed = self._precompute_after_contexts(unfinished) if unfinished else []
         except BadSpanError as error:
-            affected = [average for average in unfinished if average.contexts[0] == error.span]
+            affected = [average for average in unfinished if error.span in average.contexts[0]]
             if not affected:
                 raise
             logger.warning("%s; left out of an average", error)
@@ -58,7 +58,7 @@ class Precompute:
                 average.contexts.popleft()
             return []
         for average, layers in zip(unfinished, precomputed, strict=True):
-            average.add(layers, average.contexts.popleft().end)
+            average.add(layers, average.contexts.popleft()[-1].end)
             average.num_computed += average.num_tokens
         complete = [average for average in averages if not average.contexts]
         for average in complete:
@@ -91,7 +91,7 @@ class Precompute:
         """Return each chunk's layers of K and V `[Hkv, T, D]`, computed after the anchor and its next context."""
         jobs = [average.next_job() for average in averages]
         fillers = [BlockFiller(self._loader, job, Report()) for job in jobs]
-        starts = [average.contexts[0].end for average in averages]
+        starts = [average.contexts[0][-1].end for average in averages]
         positions = [torch.arange(start, len(job.token_ids)) for start, job in zip(starts, jobs, strict=True)]
         sizes = list(map(len, positions))
         precomputed: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
@@ -100,7 +100,7 @@ class Precompute:
             def before_layer(layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 parts = zip(averages, fillers, precomputed, torch.split(k, sizes), torch.split(v, sizes), strict=True)
                 for average, filler, layers, k_part, v_part in parts:
-                    for span in (average.task.anchor, average.contexts[0]):
+                    for span in (average.task.anchor, *average.contexts[0]):
                         filler.load(snapshot, layer, span)
                     layers.append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
 
@@ -111,14 +111,14 @@ class Precompute:
 class Average:
     """A chunk's mean KV over contexts in the making, keys rotated to the position of the task's span.
 
-    contexts: the chunks that it is still to be precomputed after. count: in how many contexts it has been counted.
+    contexts: the chunks that it is still to be precomputed behind. count: in how many contexts it has been counted.
     num_computed: how many tokens have been computed for it.
     """
 
     def __init__(self, loader: KVLoader, job: Job) -> None:
         assert isinstance(job.task, MeanTask)
         self.job, self.task = job, job.task
-        self.contexts = deque(self.task.others)
+        self.contexts = deque(self.task.contexts)
         self.count = self.num_computed = 0
         self._rotations, self._dtype = loader.rotations, loader.forward.dtype
         self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
@@ -134,7 +134,7 @@ class Average:
         The context's KV comes from the store, so it doesn't matter what its tokens are.
         """
         chunk = self.job.token_ids[self.task.span.start : self.task.span.end]
-        return replace(self.job, token_ids=[*self.job.token_ids[: self.contexts[0].end], *chunk], num_prefix=0)
+        return replace(self.job, token_ids=[*self.job.token_ids[: self.contexts[0][-1].end], *chunk], num_prefix=0)
 
     def add(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], position: int) -> None:
         """Count the chunk's K and V `[Hkv, T, D]`, layer by layer, computed from `position` on. Keeps these tensors."""

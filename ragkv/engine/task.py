@@ -62,16 +62,16 @@ class MeanTask:
     """Store under `span` the mean of a chunk's KV over several contexts, and its standard deviation (`v_std`).
 
     The chunk is the tokens `[span.start, span.end)` of the prompt, after the anchor. It is prefilled after the anchor
-    and each of `others`: chunks precomputed after the anchor too, of which the store gives the KV. `alone` is its own
-    KV after the anchor, which the store has already; it counts only where there are fewer than two others, for a mean
-    isn't used where nothing stands between anchor and chunk. After the chunk the prompt continues for as long as the
-    longest of the others, with any tokens, so that there are blocks.
+    and each of `contexts`: other chunks one behind another, each precomputed after the anchor too, of which the store
+    gives the KV. `alone` is its own KV after the anchor, which the store has already; it counts only where there are
+    fewer than two contexts, for a mean isn't used where nothing stands between anchor and chunk. After the chunk the
+    prompt continues for as long as the longest context, with any tokens, so that there are blocks.
     """
 
     anchor: Span
     alone: Span
     span: Span
-    others: tuple[Span, ...]
+    contexts: tuple[tuple[Span, ...], ...]
     kind: Literal["mean"] = "mean"
 
 

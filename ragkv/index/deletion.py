@@ -16,7 +16,7 @@ from ragkv.errors import StoreError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import source_file
-from ragkv.retriever.hashing import NEAREST, mean_hash
+from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
 
@@ -118,7 +118,7 @@ def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[C
     """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
-    contexts = {anchor, mean_hash(anchor, NEAREST, num_contexts)} if anchor else None
+    contexts = {anchor, mean_hash(anchor, CONTEXTS, num_contexts)} if anchor else None
     hashes = home.chunk_hashes()
     garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
     for key, size in store.admin.sizes().items():

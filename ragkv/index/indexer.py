@@ -4,6 +4,7 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document, find_files, load_file, source_file
 from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.index import nearest
+from ragkv.retriever.index import contexts_of, nearest
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
 
 _DOCUMENT_BATCH_CHUNKS = 64
+_POOL = 64  # chunks of the index from which a batch's contexts are drawn, besides its own
 
 
 @dataclass(frozen=True)
@@ -232,13 +234,15 @@ class Indexer:
             title_of = dict(zip(hashes, titles, strict=True))
             tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
             kv = self._workspace.chunk_kv(engine)
-            others = await asyncio.to_thread(self._others, kv, tokens, hashes, vectors)
+            contexts = await asyncio.to_thread(self._contexts, kv, tokens, hashes, vectors)
 
             def advance(chunk_hash: str, num_contexts: int) -> None:
                 scan.done += num_contexts
                 scan.progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
 
-            scan.report.chunks_prefilled += await kv.precompute(engine, self._workspace.store, tokens, others, advance)
+            scan.report.chunks_prefilled += await kv.precompute(
+                engine, self._workspace.store, tokens, contexts, advance
+            )
         scan.done = end_of_batch
         scan.progress(IngestProgress("prefill", scan.done, scan.total, ""))
         start = 0
@@ -251,18 +255,22 @@ class Indexer:
             scan.report.chunks_deleted += self._forget(unused)
             start = end
 
-    def _others(
+    def _contexts(
         self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], chunk_hashes: Sequence[str], vectors: Vectors
-    ) -> dict[str, list[Span]]:
-        """Return, for each chunk, the chunks that are likely to stand before it in a prompt: the nearest ones."""
+    ) -> dict[str, list[list[Span]]]:
+        """Return, for each chunk, what may stand before it in a prompt: the contexts of its mean."""
         if kv.num_contexts == 1:
             return {}
+        ids = sorted(self._catalog.chunk_ids())
+        drawn = self._catalog.chunks(random.Random(0).sample(ids, min(len(ids), _POOL)))
+        pool = [*dict.fromkeys([*chunk_hashes, *(chunk.chunk_hash for chunk in drawn)])]
         nearest_of = nearest(chunk_hashes, vectors, self._catalog, self._index, kv.num_contexts - 1)
-        lengths = self._catalog.num_tokens({other for others in nearest_of.values() for other in others})
+        contexts = {chunk_hash: contexts_of(chunk_hash, near, pool) for chunk_hash, near in nearest_of.items()}
+        lengths = self._catalog.num_tokens({each for of in contexts.values() for context in of for each in context})
         lengths |= {chunk_hash: len(tokens) for chunk_hash, tokens in chunks.items()}
         return {
-            chunk_hash: [kv.span(other, lengths[other]) for other in others if other in lengths]
-            for chunk_hash, others in nearest_of.items()
+            chunk_hash: [[kv.span(other, lengths[other]) for other in context if other in lengths] for context in of]
+            for chunk_hash, of in contexts.items()
         }
 
     def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
@@ -302,8 +310,8 @@ class Indexer:
         engine = await self._workspace.start()
         kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
         _, vectors = self._catalog.vectors([chunk.id])
-        others = await asyncio.to_thread(self._others, kv, chunks, [chunk_hash], vectors)
-        await kv.precompute(engine, self._workspace.store, chunks, others)
+        contexts = await asyncio.to_thread(self._contexts, kv, chunks, [chunk_hash], vectors)
+        await kv.precompute(engine, self._workspace.store, chunks, contexts)
         return not self._forget([chunk_hash])  # the document may have been deleted meanwhile
 
 

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,14 @@ def span_of(anchor, chunk, before=None):
 
 def averaging(harness, anchor, chunk, others, name):
     root = Span(0, len(anchor), chunk_hash(anchor), ROOT_HASH)
-    others = tuple(span_of(anchor, other) for other in others)
-    task = MeanTask(root, span_of(anchor, chunk), span_of(anchor, chunk, name), others)
+    """others: chunks, or lists of chunks one behind another."""
+    contexts = []
+    for other in others:
+        context, end = [], len(anchor)
+        for each in other if isinstance(other[0], list) else [other]:
+            context.append(replace(span_of(anchor, each), start=end, end=(end := end + len(each))))
+        contexts.append(tuple(context))
+    task = MeanTask(root, span_of(anchor, chunk), span_of(anchor, chunk, name), tuple(contexts))
     return harness.engine.precompute([*anchor, *chunk], task)
 
 
@@ -184,6 +191,26 @@ def test_of_two_contexts_or_more_the_capture_by_itself_is_no_part(harness, ancho
         np.testing.assert_allclose(found.v_std, ((a.v - b.v) / 2).square().sum((0, 2)).sqrt(), atol=2e-2, rtol=2e-2)
 
 
+def test_a_context_may_be_several_chunks(harness, anchor, chunks):
+    """The second one's KV is as it was precomputed, directly after the anchor, at the place where it stands now."""
+    name = mean_hash(chunk_hash(anchor), "several", 3)
+    average(harness, anchor, chunks[1], [[chunks[2], chunks[0]], [chunks[3], chunks[2], chunks[0]]], name)
+    exact = []
+    for others in ([chunks[2], chunks[0]], [chunks[3], chunks[2], chunks[0]]):
+        before = [*anchor, *[token for chunk in others for token in chunk]]
+        harness.precompute(before, [chunks[1]])
+        exact.append(stored(harness, chunks[1], chunk_hash(before)))
+    alone = stored(harness, chunks[1], chunk_hash(anchor))
+
+    def distance(layers):
+        return sum(float((a.v - (b.v + c.v) / 2).square().sum()) for a, b, c in zip(layers, *exact, strict=True))
+
+    found = stored(harness, chunks[1], name)
+    assert {layer.base_position for layer in found} == {len(anchor)}
+    assert distance(found) < 0.1 * distance(alone)
+    np.testing.assert_allclose(found[1].v, (exact[0][1].v + exact[1][1].v) / 2, atol=0.05)
+
+
 def test_a_chunk_gone_is_left_out_of_an_average(harness, anchor, chunks, text):
     name = mean_hash(chunk_hash(anchor), "test", 3)
     average(harness, anchor, chunks[3], [text[7000:7100], chunks[2]], name)
@@ -237,7 +264,7 @@ def evaluate(runner, smollm, dataset, policies, out):
 def test_the_evaluation_ranks_and_resumes(runner, smollm, own_dataset, tmp_path, monkeypatch):
     """Also with a choice that is broken on purpose: it can't pass unnoticed."""
     out = tmp_path / "out" / "rows.jsonl"
-    policies = ["full@anchor", "none@alone", "none@anchor", "query:0.15@anchor", "query+shift:0.15@near"]
+    policies = ["full@anchor", "none@alone", "none@anchor", "query:0.15@anchor", "query+shift:0.15@mixed"]
     full, alone, none, query, near = evaluate(runner, smollm, own_dataset, policies, out)
     assert abs(full["kl"]) < 1e-5
     assert (full["agreement"], full["score"]) == (1.0, full["score_full"])

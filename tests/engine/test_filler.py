@@ -272,8 +272,8 @@ class Step:
 
 def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
     worker = WorkerSide(loader, 64)
-    others = (Span(5, 14, chunk_hash(SECOND), chunk_hash(ANCHOR)),)
-    mean = MeanTask(A_SPAN, F_SPAN, Span(5, 12, chunk_hash(FIRST), mean_hash(chunk_hash(ANCHOR), "", 2)), others)
+    contexts = ((Span(5, 14, chunk_hash(SECOND), chunk_hash(ANCHOR)),),)
+    mean = MeanTask(A_SPAN, F_SPAN, Span(5, 12, chunk_hash(FIRST), mean_hash(chunk_hash(ANCHOR), "", 2)), contexts)
     jobs = [Job("mean", mean, ANCHOR + FIRST + [0] * 9, BLOCKS, 0), *precompute_jobs(), job("none")]
     ended = []
     worker.step(Step(jobs))

@@ -61,7 +61,7 @@ def evaluate(tmp_path, monkeypatch):
 
 def test_rows_sum_up_the_examples(evaluate, tmp_path):
     (first, second), bench = evaluate("none", "query:0.05@anchor")
-    assert (first["arm"], second["arm"], first["examples"]) == ("none@near", "query:0.05@anchor", 3)
+    assert (first["arm"], second["arm"], first["examples"]) == ("none@mixed", "query:0.05@anchor", 3)
     assert (first["kl"], first["captures"], first["ttft_ms"]) == (1.0, 4, 7.0)
     assert [timed for _, _, timed in bench.evaluated] == [True, False, False]
     assert bench.coming == [[{"1"}, {"2"}], [{"2"}], []]
@@ -99,7 +99,7 @@ def test_the_tail_is_told_apart_from_the_mean():
 def test_only_what_is_missing_is_evaluated(evaluate, tmp_path):
     evaluate("none", examples=2)
     (none, query), bench = evaluate("none", "query:0.05")
-    both = ["none@near", "query:0.05@near"]
+    both = ["none@mixed", "query:0.05@mixed"]
     assert [labels for _, labels, _ in bench.evaluated] == [both[1:], both[1:], both]
     assert none["kl"] == query["kl"] == 1.0
     assert len((tmp_path / "new" / "rows.jsonl").read_text().splitlines()) == 6

@@ -12,12 +12,12 @@ from ragkv.errors import ConfigError, StoreError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, collect_garbage, delete_documents
 from ragkv.retriever.chunking import ChunkText
-from ragkv.retriever.hashing import NEAREST, chunk_hash, mean_hash
+from ragkv.retriever.hashing import CONTEXTS, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.store.record import ChunkKey, LayerKV
 
 ANCHOR, MODEL = chunk_hash([1, 2, 3]), f"{8:032x}"
-AVERAGE = mean_hash(ANCHOR, NEAREST, 4)
+AVERAGE = mean_hash(ANCHOR, CONTEXTS, 4)
 ENTRY_BYTES = 4096 + 2 * 16384
 
 
@@ -172,7 +172,7 @@ def test_one_command_at_a_time_changes_a_home(home, folder):
 GARBAGE = {
     NO_DOCUMENT: [make_key("lost"), make_key("lost", AVERAGE), make_key("lost too")],
     OTHER_MODEL: [make_key("wax", model=f"{9:032x}"), make_key(None, model=f"{9:032x}")],
-    OTHER_CONTEXT: [make_key("wax", mean_hash(ANCHOR, NEAREST, 2)), make_key("wax", f"{5:032x}")],
+    OTHER_CONTEXT: [make_key("wax", mean_hash(ANCHOR, CONTEXTS, 2)), make_key("wax", f"{5:032x}")],
 }
 
 

@@ -27,7 +27,7 @@ class KV:
     num_contexts = 2
 
     def __init__(self):
-        self.chunks, self.others = {}, {}
+        self.chunks, self.contexts = {}, {}
 
     def span(self, chunk_hash, num_tokens):
         return chunk_hash, num_tokens
@@ -35,8 +35,8 @@ class KV:
     async def precompute_anchor(self, engine, store):
         pass
 
-    async def precompute(self, engine, store, chunks, others, done):
-        self.chunks, self.others = chunks, others
+    async def precompute(self, engine, store, chunks, contexts, done):
+        self.chunks, self.contexts = chunks, contexts
         for each in chunks:
             done(each, 2)
         return len(chunks)
@@ -94,12 +94,15 @@ def index(indexer, paths, is_withdrawn=lambda id: False):
     return report, [(step.done, step.total, step.item) for step in steps if step.stage == "prefill"]
 
 
-def test_chunks_are_precomputed_once_after_their_nearest_and_progress_ends_at_the_total(tmp_path, indexer, kv):
+def test_chunks_are_precomputed_once_behind_their_nearest_and_others_and_progress_ends_at_the_total(
+    tmp_path, indexer, kv
+):
     (tmp_path / "a.txt").write_text("one three four")
     (tmp_path / "b.txt").write_text("one seven")
     report, steps = index(indexer, [tmp_path / "a.txt", tmp_path / "b.txt"])
     assert kv.chunks == {hash_of(word): tuple(map(ord, word)) for word in ("one", "three", "four", "seven")}
-    assert kv.others[hash_of("three")] == [(hash_of("seven"), 5)] and kv.others[hash_of("seven")][0][1] == 5
+    (context,) = kv.contexts[hash_of("three")]  # its nearest among two others
+    assert set(context) == {(hash_of("seven"), 5), (hash_of("one"), 3), (hash_of("four"), 4)}
     assert steps == [(2, 10, "b.txt"), (4, 10, "a.txt"), (6, 10, "a.txt"), (8, 10, "b.txt"), (10, 10, "")]
     assert (report.documents_new, report.chunks_prefilled, report.rejected) == (2, 4, [])
 

@@ -4,7 +4,7 @@ import pytest
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.index import VectorIndex, nearest
+from ragkv.retriever.index import VectorIndex, contexts_of, nearest
 
 
 def at(*degrees):
@@ -52,3 +52,22 @@ def test_the_first_chunk_of_all_has_none(tmp_path):
 
 def test_lengths_are_known_by_hash(catalog):
     assert catalog.num_tokens([*names(0), "f" * 32]) == {names(0)[0]: 3}
+
+
+def test_a_context_is_a_near_chunk_among_two_others():
+    pool = names(*range(20))
+    contexts = contexts_of(names(0)[0], names(1, 2, 3), pool)
+    assert [len(set(context)) for context in contexts] == [3, 3, 3]
+    assert all(
+        near in context and names(0)[0] not in context for near, context in zip(names(1, 2, 3), contexts, strict=True)
+    )
+    assert contexts == contexts_of(names(0)[0], names(1, 2, 3), pool) != contexts_of(names(4)[0], names(1, 2, 3), pool)
+    many = contexts_of(names(0)[0], names(*range(1, 9)), pool)
+    places = {context.index(near) for near, context in zip(names(*range(1, 9)), many, strict=True)}
+    assert places == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("pool", "expected"), [([], [1]), ([0], [1]), ([0, 1], [1]), ([0, 1, 2], [1, 2])])
+def test_a_small_pool_gives_what_it_has(pool, expected):
+    (context,) = contexts_of(names(0)[0], names(1), names(*pool))
+    assert sorted(context) == sorted(names(*expected))
