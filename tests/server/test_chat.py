@@ -31,7 +31,8 @@ def test_a_completion_carries_the_answer_and_where_it_is_from(openai_client) -> 
     assert done.usage.prompt_tokens_details.cached_tokens == 25
     assert done.ragkv["sources"][0]["document"] == "docs/a.md"
     assert done.ragkv["policy"] == "full" and done.ragkv["timings"]["ttft_ms"] == 20
-    assert done.ragkv.keys() == {"sources", "policy", "fallback", "usage", "timings", "plan", "prompt"}
+    known = {"sources", "policy", "fallback", "usage", "timings", "plan", "prompt", "drift_estimate", "attempts"}
+    assert done.ragkv.keys() == known
 
 
 def test_a_stream_carries_the_same(openai_client) -> None:

@@ -64,6 +64,8 @@ EXPECTED_END = {
         "ttft_ms": 20,
         "total_ms": 0,
     },
+    "drift_estimate": None,
+    "attempts": 1,
     "finish_reason": "stop",
     "prompt": None,
 }
@@ -97,9 +99,11 @@ def test_events_are_sent_as_they_come(pipeline, client) -> None:
 def test_options_come_from_the_request_else_from_the_configuration(pipeline, client) -> None:
     client.post("/v1/answer", json={"question": " a? "})
     client.post("/v1/answer", json={"question": "b", "policy": "none", "budget": 0, "top_k": 9, "max_tokens": 1})
+    client.post("/v1/answer", json={"question": "c", "max_drift": 0.25})
     assert pipeline.asked == [
         (" a? ", AnswerOptions(Policy("query", 0.2), top_k=3, max_tokens=40)),
         ("b", AnswerOptions(Policy("none", 0), top_k=9, max_tokens=1)),
+        ("c", AnswerOptions(Policy("query", 0.2), top_k=3, max_tokens=40, max_drift=0.25)),
     ]
 
 
@@ -115,6 +119,7 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, cli
         ({"top_k": 101}, "top_k: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"budget": 1.01}, "budget: Input should be less than or equal to 1"),
+        ({"max_drift": 0}, "max_drift: Input should be greater than 0"),
         ({"budget": -0.1}, "budget: Input should be greater than or equal to 0"),
         ({"policy": "cachblend"}, "unknown policy 'cachblend'; choose one of " + ", ".join(DESCRIPTIONS)),
         ({"polcy": "none"}, "polcy: Extra inputs are not permitted"),
