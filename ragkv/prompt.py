@@ -1,13 +1,14 @@
 """Lays out the prompt: anchor, chunks, question; in a conversation, each turn's chunks before its question.
 
-Knows nothing about KV or retrieval. The anchor is everything before the first chunk, the same for every request: chunks
-are precomputed after it, so that they see the real attention sink. The parts are tokenised separately, so a chunk has
-the same tokens anywhere, and a conversation's prompt begins with that of the turn before.
+Knows nothing about KV or retrieval. The anchor is everything before the first chunk, the same for every request and on
+every day: chunks are precomputed after it, so that they see the real attention sink. The parts are tokenised apart, so
+a chunk has the same tokens anywhere, and a conversation's prompt begins with that of the turn before.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from ragkv.errors import ContextTooLongError, ModelError
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
+_UNDATED = "given with the question"  # where a chat template prints today's date (docs/decisions/0022)
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
 
@@ -34,7 +36,8 @@ class PromptLayout:
 
     Uses the model's chat template where it has one and no cue is given. instruction: the text before the chunks;
     asking: between them and the question; cue: between the question and its answer. takes_turns: whether the template
-    puts turns one after another and keeps the anchor. Raises ModelError for a folder without a usable tokenizer.
+    puts turns one after another and keeps the anchor. tells_date: whether it prints the date. Raises ModelError for a
+    folder without a usable tokenizer.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class PromptLayout:
     ) -> None:
         self._instruction = _INSTRUCTION if instruction is None else instruction
         self._cue = cue
+        self.tells_date = False
         self._user_text = f"{_CHUNKS}{_ASKING if asking is None else asking}{_QUESTION}"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -69,8 +73,11 @@ class PromptLayout:
         return [*asked, *self._answering, *self._encode(answer, plain=True), *self._reopening]
 
     def instruction_tokens(self, instruction: str) -> list[int]:
-        """Return a user's own instruction, which is put before the tokens of the question."""
-        return self._encode(f"{instruction}\n\n", plain=True) if instruction else []
+        """Return what is put before the tokens of the first question: the date, if the chat template prints it, and the
+        user's own instruction."""
+        today = date.today()
+        dated = f"Today is {today.day} {today:%B %Y}." if self.tells_date else ""
+        return self._encode("".join(f"{text}\n\n" for text in (dated, instruction) if text), plain=True)
 
     def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
         """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
@@ -131,14 +138,26 @@ class PromptLayout:
         )
         for conversation in conversations:
             try:
-                text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+                text = self._tokenizer.apply_chat_template(
+                    conversation,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    strftime_now=self._undated,
+                    date_string=_UNDATED,
+                )
             except Exception as error:  # templates raise whatever their author chose
                 problem = error
                 continue
             if isinstance(text, str) and self._instruction in text and all(message in text for message in messages):
+                self.tells_date |= _UNDATED in text
                 return text
             problem = ValueError("it drops or changes the message")
         raise ModelError(f"the model's chat template can't be used: {problem}")
+
+    def _undated(self, format: str) -> str:
+        """Take the place of `strftime_now`, which transformers gives to chat templates."""
+        self.tells_date = True
+        return _UNDATED
 
 
 def _parts(text: str) -> list[str]:

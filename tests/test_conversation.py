@@ -4,9 +4,7 @@ import itertools
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as token_models
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizer import CHATML, save_tokenizer
 
 from ragkv.answer import Conversation, Turn
 from ragkv.conversation import ConversationSalts, fit, in_one_turn
@@ -15,10 +13,6 @@ from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.retriever import Hit
 
-CHATML = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 # As in Mistral's first models: the system message stands in the last of the user's.
 SYSTEM_LAST = (
     "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[I]"
@@ -30,15 +24,7 @@ numbers = itertools.count()
 
 
 def layout_of(folder, template, cue=None):
-    """A tokenizer with a token for each byte."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(token_models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=special)
-    fast.chat_template = template
-    fast.save_pretrained(folder)
+    save_tokenizer(folder, template)
     return PromptLayout(folder, "Heed this.", "Asked: ", cue)
 
 

@@ -4,6 +4,7 @@ Imports neither torch nor vLLM: versions come from package metadata, hardware fr
 """
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -60,6 +61,7 @@ def diagnose(config: Config) -> dict[str, Finding]:
         "home": lambda: home_folder(home),
         "disk": lambda: disk(home),
         "model": lambda: model(config.model.name, home),
+        "chat template": lambda: chat_template(config.model.name, home),
         "embedder": lambda: model(config.index.embedder, home),
         "store": lambda: store(home / "kv"),
         "port": lambda: port(config.server),
@@ -231,15 +233,24 @@ def model(name: str, home: Path) -> Finding:
     """Check that the model is on this machine; a Hugging Face id is looked up in the hub's cache, not online."""
     from ragkv import models
 
-    if models.HUB_ID.fullmatch(name) and name not in models.EMBEDDED and not Path(name).is_dir():
-        snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-        if any(snapshots.glob("*/config.json")):
-            return Finding(True, f"{name} in {snapshots.parent}")
-        return Finding(None, f"{name} is not on this machine yet", "the first start downloads it, or fails offline")
     try:
-        return Finding(True, f"{name} in {models.resolve(name, home)}")
+        folder = _model_folder(name, home)
     except ModelError as error:
         return Finding(False, str(error), "run `ragkv models fetch`" if name in models.EMBEDDED else "")
+    if folder is None:
+        return Finding(None, f"{name} is not on this machine yet", "the first start downloads it, or fails offline")
+    return Finding(True, f"{name} in {folder}")
+
+
+def chat_template(name: str, home: Path) -> Finding:
+    """Tell what the model's chat template does to prompts that users should know."""
+    folder = _model_folder(name, home)
+    template = _chat_template(folder) if folder else ""
+    if not template:
+        return Finding(True, "none; prompts are plain text")
+    if "strftime_now" in template or "date_string" in template:
+        return Finding(True, "has today's date: prompts tell it with the question, so that stored KV lasts")
+    return Finding(True, "the same every day")
 
 
 def store(folder: Path) -> Finding:
@@ -286,6 +297,26 @@ def _pin(distribution: str) -> str | None:
 def _torch_is_cuda() -> bool:
     library = metadata.distribution("torch").locate_file("torch/lib/libtorch_cuda.so")
     return Path(str(library)).exists()
+
+
+def _model_folder(name: str, home: Path) -> Path | None:
+    """Return the folder of a model, None for a Hugging Face id that isn't on this machine. Raises ModelError."""
+    from ragkv import models
+
+    if models.HUB_ID.fullmatch(name) and name not in models.EMBEDDED and not Path(name).is_dir():
+        snapshots = (_hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+        return next((config.parent for config in snapshots), None)
+    return models.resolve(name, home)
+
+
+def _chat_template(folder: Path) -> str:
+    """Return a model's chat templates as text, empty if it has none."""
+    with suppress(OSError):
+        return (folder / "chat_template.jinja").read_text()
+    with suppress(OSError, ValueError):
+        template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+        return template if isinstance(template, str) else json.dumps(template or "")
+    return ""
 
 
 def _hub_cache() -> Path:

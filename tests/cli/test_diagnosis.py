@@ -1,5 +1,6 @@
 """Findings on made-up machines: real files, real package metadata and a real (small) nvidia-smi on PATH."""
 
+import json
 import os
 import socket
 import subprocess
@@ -228,6 +229,24 @@ def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "config.json").write_text("{}")
     assert doctor.model(EMBEDDED_MODEL, tmp_path).ok is True
     assert doctor.model("org/name", tmp_path).ok is True
+
+
+def test_the_chat_template_is_read_wherever_the_model_has_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert doctor.chat_template(str(folder), tmp_path) == Finding(True, "none; prompts are plain text")
+    dated = "Today Date: {{ strftime_now('%d %b %Y') }}"
+    for file, text in (
+        ("tokenizer_config.json", json.dumps({"chat_template": dated})),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": dated}]})),
+        ("chat_template.jinja", dated),
+    ):
+        (folder / file).write_text(text)
+        found = doctor.chat_template(str(folder), tmp_path)
+        assert found.ok and "prompts tell it with the question" in found.detail
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert doctor.chat_template(str(folder), tmp_path).detail == "the same every day"
 
 
 def test_store(tmp_path: Path) -> None:
