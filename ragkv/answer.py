@@ -138,7 +138,7 @@ class Answer:
     policy: the one really used. fallback: what kept KV from being reused, if anything. plan: what the controller
     expected, None if it wasn't asked. origins: given if the question asked for an explanation. drift_estimate: in nats
     (`ragkv.quality_target`), None if it wasn't asked for or there is nothing to estimate it by. attempts: how often the
-    answer was begun, until its estimate was low enough.
+    answer was begun, until its estimate was low enough. reasoning: what the model thought before; not part of `text`.
     """
 
     text: str
@@ -152,6 +152,7 @@ class Answer:
     origins: TokenOrigins | None = None
     drift_estimate: float | None = None
     attempts: int = 1
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,17 @@ class Retrieved:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """A piece of what the model thinks before it answers (`ragkv.reasoning`)."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Delta:
     """A piece of the answer's text."""
 
     text: str
 
 
-AnswerEvent = Retrieved | Delta | Answer
+AnswerEvent = Retrieved | Reasoning | Delta | Answer

@@ -50,6 +50,9 @@ class ModelConfig(Section):
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
+    thinking: bool = False
+    """Let a model think before it answers, if its chat template lets it choose (Qwen3, SmolLM3). It takes longer, and
+    needs a larger `answer.max_tokens`; for SmolLM3 documents are then indexed anew"""
     kernels: Literal["auto", "triton", "native", "torch"] = "auto"
     """Kernels for fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first of these that is
     available"""

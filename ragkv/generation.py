@@ -6,12 +6,24 @@ from contextlib import aclosing
 from dataclasses import asdict
 from itertools import groupby
 
-from ragkv.answer import Answer, AnswerOptions, Kind, Run, Source, Timings, TokenOrigins, Usage
+from ragkv.answer import (
+    Answer,
+    AnswerOptions,
+    Delta,
+    Kind,
+    Reasoning,
+    Run,
+    Source,
+    Timings,
+    TokenOrigins,
+    Usage,
+)
 from ragkv.engine.engine import Engine, EngineOutput
 from ragkv.engine.task import StageReport, TokenReport, missing_kv
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt
 from ragkv.quality_target import NUM_LOGPROBS
+from ragkv.reasoning import ReasoningSplitter
 from ragkv.routing import Request
 
 
@@ -31,7 +43,7 @@ class Generation:
         self._submitted_at: float = rejected._submitted_at if rejected else 0.0
         self._first_token_at = 0.0
         self._attempts: int = rejected._attempts + 1 if rejected else 1
-        self.text = ""
+        self.text = self.reasoning = ""
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.drift_estimate: float | None = None
@@ -59,9 +71,25 @@ class Generation:
                 self.output = output
                 self.tokens += output.token_ids
                 self.logprobs += output.logprobs or []
-                self.text += output.text
                 if output.text:
                     yield output.text
+
+    async def events(self, texts: AsyncGenerator[str, None]) -> AsyncGenerator[Reasoning | Delta, None]:
+        """Yield the texts of `run`, as far as they are let through, as the model's reasoning and its answer."""
+        splitter = ReasoningSplitter(is_open=self.request.prompt.ends_in_reasoning)
+        async with aclosing(texts):
+            async for text in texts:
+                for event in splitter.feed(text):
+                    yield self._said(event)
+        for event in splitter.end():
+            yield self._said(event)
+
+    def _said(self, event: Reasoning | Delta) -> Reasoning | Delta:
+        if isinstance(event, Delta):
+            self.text += event.text
+        else:
+            self.reasoning += event.text
+        return event
 
     def released(self) -> None:
         """Note that the answer's first text, which was held back, goes out now: its TTFT ends here."""
@@ -93,6 +121,7 @@ class Generation:
             origins,
             self.drift_estimate,
             self._attempts,
+            self.reasoning,
         )
 
 

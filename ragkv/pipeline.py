@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Delta, Retrieved, Source
+from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Retrieved, Source
 from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, LogProbs, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
@@ -110,7 +110,7 @@ class Pipeline:
             return scan.report
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
-        """Answer from the indexed documents: `Retrieved`, then `Delta`s, then the `Answer`.
+        """Answer from the indexed documents: `Retrieved`, `Reasoning` if the model thinks, `Delta`s, then the `Answer`.
 
         Chunks that don't fit into the context are left out, worst first, and so are earlier turns, oldest first.
         Closing the generator aborts the request. Raises ContextTooLongError if the question alone doesn't fit.
@@ -127,9 +127,9 @@ class Pipeline:
                 options = options if generation is None else replace(options, policy=raised(options.policy))
                 request = self._router.route(conversation, options, fitted, engine)
                 generation = Generation(request, options, begun_at, generation)
-                async with aclosing(self._texts(generation, options, engine)) as texts:
-                    async for text in texts:
-                        yield Delta(text)
+                async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
+                    async for event in events:
+                        yield event
             await self._settle(conversation, options, request, generation)
             origins = None
             if options.explain:

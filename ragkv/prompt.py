@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from ragkv.errors import ContextTooLongError, ModelError
+from ragkv.reasoning import ends_in_reasoning
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
@@ -24,11 +25,15 @@ _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "que
 
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of a prompt, and the positions of its parts. chunk_ranges: one `(start, end)` for each chunk."""
+    """The token ids of a prompt, and the positions of its parts. chunk_ranges: one `(start, end)` for each chunk.
+
+    ends_in_reasoning: whether what the model writes next is reasoning already (`ragkv.reasoning`).
+    """
 
     token_ids: list[int]
     anchor_end: int
     chunk_ranges: list[tuple[int, int]]
+    ends_in_reasoning: bool = False
 
 
 class PromptLayout:
@@ -36,15 +41,21 @@ class PromptLayout:
 
     Uses the model's chat template where it has one and no cue is given. instruction: the text before the chunks;
     asking: between them and the question; cue: between the question and its answer. takes_turns: whether the template
-    puts turns one after another and keeps the anchor. tells_date: whether it prints the date. Raises ModelError for a
-    folder without a usable tokenizer.
+    puts turns one after another and keeps the anchor. tells_date: whether it prints the date. thinking: whether models
+    may think, if their template leaves it open. Raises ModelError for a folder without a usable tokenizer.
     """
 
     def __init__(
-        self, model: Path, instruction: str | None = None, asking: str | None = None, cue: str | None = None
+        self,
+        model: Path,
+        instruction: str | None = None,
+        asking: str | None = None,
+        cue: str | None = None,
+        *,
+        thinking: bool = False,
     ) -> None:
         self._instruction = _INSTRUCTION if instruction is None else instruction
-        self._cue = cue
+        self._cue, self._thinking = cue, thinking
         self.tells_date = False
         self._user_text = f"{_CHUNKS}{_ASKING if asking is None else asking}{_QUESTION}"
         try:
@@ -55,6 +66,7 @@ class PromptLayout:
         self.anchor: list[int] = self._encode(before)
         self._asking: list[int] = self._encode(between)
         self._closing: list[int] = self._encode(after)
+        self._ends_in_reasoning = ends_in_reasoning(after)
         try:
             again = _parts(self._render([self._user_text, _ANSWER, self._user_text]))
         except ModelError:
@@ -113,7 +125,7 @@ class PromptLayout:
                 ranges.append((len(token_ids), len(token_ids) + len(chunk)))
                 token_ids += chunk
             token_ids += question
-        return Prompt(token_ids, len(self.anchor), ranges)
+        return Prompt(token_ids, len(self.anchor), ranges, self._ends_in_reasoning)
 
     def _encode(self, text: str, *, plain: bool = False) -> list[int]:
         """Tokenise. plain: control tokens that are spelt out become ordinary text."""
@@ -144,6 +156,8 @@ class PromptLayout:
                     add_generation_prompt=True,
                     strftime_now=self._undated,
                     date_string=_UNDATED,
+                    enable_thinking=self._thinking,  # Qwen3, SmolLM3, GLM
+                    thinking=self._thinking,  # Granite, DeepSeek-V3.1
                 )
             except Exception as error:  # templates raise whatever their author chose
                 problem = error

@@ -50,7 +50,7 @@ class Workspace:
         self.main = Corpus(self.home, MAIN, config.retrieval)
         self._corpora = {MAIN: self.main}
         report(f"loading {config.index.embedder}")
-        self.layout = PromptLayout(self.folder)
+        self.layout = PromptLayout(self.folder, thinking=config.model.thinking)
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))

@@ -3,7 +3,7 @@
 import datetime
 
 import pytest
-from tiny_tokenizer import CHATML, DATED, save_tokenizer
+from tiny_tokenizer import CHATML, DATED, THINKING, save_tokenizer
 from transformers.utils import chat_template_utils
 
 from ragkv import prompt
@@ -67,3 +67,28 @@ def test_the_date_is_told_only_where_the_template_has_one(tmp_path, at):
     assert not layout.tells_date
     assert layout.instruction_tokens("") == []
     assert "2026" not in asked(layout)
+
+
+@pytest.mark.parametrize("family", THINKING)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_models_think_only_when_they_are_let(tmp_path, family, thinking):
+    template, has_switch = THINKING[family]
+    save_tokenizer(tmp_path, template, added=("<think>", "</think>"))
+    layout = PromptLayout(tmp_path, thinking=thinking)
+    text = asked(layout)
+    if has_switch:  # left open, the model writes <think> itself
+        assert ("<think>\n\n</think>" not in text) is thinking
+        assert ("/no_think" not in text) is thinking or family != "SmolLM3"
+    opened = layout.assemble([], layout.question_tokens("Why?")).ends_in_reasoning
+    assert opened is (not has_switch)
+
+
+@pytest.mark.parametrize("family", THINKING)
+def test_earlier_turns_of_a_model_that_thinks_have_their_answers_alone(tmp_path, family):
+    save_tokenizer(tmp_path, THINKING[family][0], added=("<think>", "</think>"))
+    layout = PromptLayout(tmp_path)
+    assert layout.takes_turns
+    text = asked(layout, Conversation("Why?", (Turn("Who?", "Me."),)))
+    before, answer, _ = text.partition("Me.<|end|>")
+    assert answer and "Who?" in before and "Why?" not in before
+    assert "<think>" not in before.replace("<think>\n\n</think>", "")

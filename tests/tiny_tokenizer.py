@@ -42,6 +42,23 @@ DATED = {
     "the time of day": "<|system|>It is {{ strftime_now('%H:%M:%S') }}.\n" + _OWN + _TURNS,
     "the year": "<|system|>Copyright {{ strftime_now('%Y')[2:] }}.\n" + _OWN + _TURNS,
 }
+_HISTORY = (
+    "{%- for m in messages %}<|{{ m.role }}|>\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|end|>\n{% endfor %}"
+)
+# Models that think, and whether they can be asked not to.
+THINKING = {
+    "Qwen3": (
+        _HISTORY + "{%- if add_generation_prompt %}<|assistant|>\n"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+        "{%- endif %}",
+        True,
+    ),
+    "SmolLM3": (DATED["SmolLM3"], True),
+    "DeepSeek-R1-Distill": (
+        _HISTORY + "{%- if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{%- endif %}",
+        False,
+    ),
+}
 
 
 def save_tokenizer(folder: Path, template: str | None, *, added: tuple[str, ...] = ()) -> None:

@@ -25,6 +25,7 @@ from ragkv.machine import CPUINFO, cpu_flags, native_dtype
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 MIN_FREE_DISK_GIB = 2.0
+MIN_THINKING_TOKENS = 1024  # with fewer most answers end before they have begun
 WEIGHTS_AND_CODE_GIB = 1.5  # taken by the embedded models, torch and vLLM, besides the KV cache
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 NATIVE_KERNELS = Path(__file__).parent.parent / "kernels" / "native"
@@ -61,7 +62,7 @@ def diagnose(config: Config) -> dict[str, Finding]:
         "home": lambda: home_folder(home),
         "disk": lambda: disk(home),
         "model": lambda: model(config.model.name, home),
-        "chat template": lambda: chat_template(config.model.name, home),
+        "chat template": lambda: chat_template(config, home),
         "embedder": lambda: model(config.index.embedder, home),
         "store": lambda: store(home / "kv"),
         "port": lambda: port(config.server),
@@ -242,15 +243,19 @@ def model(name: str, home: Path) -> Finding:
     return Finding(True, f"{name} in {folder}")
 
 
-def chat_template(name: str, home: Path) -> Finding:
-    """Tell what the model's chat template does to prompts that users should know."""
-    folder = _model_folder(name, home)
+def chat_template(config: Config, home: Path) -> Finding:
+    """Tell what users should know of the model's chat template: whether it has the date, and lets the model think."""
+    folder = _model_folder(config.model.name, home)
     template = _chat_template(folder) if folder else ""
     if not template:
         return Finding(True, "none; prompts are plain text")
-    if "strftime_now" in template or "date_string" in template:
-        return Finding(True, "has today's date: prompts tell it with the question, so that stored KV lasts")
-    return Finding(True, "the same every day")
+    has_date = "strftime_now" in template or "date_string" in template
+    detail = "has today's date: prompts tell it with the question, so that stored KV lasts" if has_date else "no date"
+    if "think>" not in template or ("enable_thinking" in template and not config.model.thinking):
+        return Finding(True, detail)
+    detail += "; the model thinks before it answers, and answer.max_tokens counts that too"
+    enough = config.answer.max_tokens >= MIN_THINKING_TOKENS
+    return Finding(enough or None, detail, f"RAGKV_ANSWER__MAX_TOKENS={MIN_THINKING_TOKENS} or more")
 
 
 def store(folder: Path) -> Finding:

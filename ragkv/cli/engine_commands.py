@@ -94,6 +94,7 @@ def ask(
     if as_json:
         typer.echo(json.dumps(_as_json(*answers), ensure_ascii=False))
     else:
+        output.print_cut(answers[0])
         output.print_sources(answers[0])
         if compare:
             output.print_baseline(*answers)
@@ -120,10 +121,17 @@ async def _ask(
 
 async def _answer(pipeline: "Pipeline", question: str, options: "AnswerOptions", *, show: bool) -> "Answer":
     """Return the finished answer. show: print its text as it comes."""
-    from ragkv.answer import Answer, Delta
+    from ragkv.answer import Answer, Delta, Reasoning
 
+    thinks = False
     async with aclosing(pipeline.answer(question, options)) as events:
         async for event in events:
+            if isinstance(event, Reasoning) and show:
+                err.print(event.text, style="dim", end="", markup=False, soft_wrap=True)
+                thinks = True
+            elif thinks:
+                err.print("\n")
+                thinks = False
             if isinstance(event, Delta) and show:
                 typer.echo(event.text, nl=False)
             if isinstance(event, Answer):

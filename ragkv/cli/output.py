@@ -104,6 +104,14 @@ def print_ingest_report(report: "IngestReport") -> None:
         out.print(f"rejected: {error}", style="yellow", markup=False, soft_wrap=True)
 
 
+def print_cut(answer: "Answer") -> None:
+    """Say of an answer that used up its tokens how to get more of it."""
+    if answer.finish_reason == "length":
+        what = "cut off" if answer.text else "cut off while the model was still thinking"
+        num_tokens = answer.usage.completion_tokens
+        err.print(f"{what} after {num_tokens:,} tokens; --max-tokens allows more", style="yellow", highlight=False)
+
+
 def print_sources(answer: "Answer") -> None:
     if not answer.sources:
         out.print("\nNo sources: nothing is indexed yet (`ragkv index PATH`).")

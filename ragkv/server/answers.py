@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AliasPath, BaseModel, ConfigDict, Field
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ragkv.answer import Answer, AnswerEvent, Delta, Retrieved, Source, Timings, TokenOrigins, Usage
+from ragkv.answer import Answer, AnswerEvent, Delta, Reasoning, Retrieved, Source, Timings, TokenOrigins, Usage
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import ANSWER_ERRORS, STREAM, Choices, Frame, Question, as_json, check_ready, error_of, respond
 
@@ -16,7 +17,9 @@ class AnswerRequest(Choices):
 
     question: Question
     max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
-    stream: bool = Field(False, description="Answer with server-sent events: `sources`, `delta`…, `done`, or `error`")
+    stream: bool = Field(
+        False, description="Answer with server-sent events: `sources`, `reasoning`…, `delta`…, `done`, or `error`"
+    )
 
 
 class PlanResponse(BaseModel):
@@ -31,6 +34,9 @@ class AnswerResponse(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     answer: str = Field(validation_alias="text")
+    reasoning_content: Annotated[str | None, BeforeValidator(lambda text: text or None)] = Field(
+        validation_alias="reasoning", description="What the model thought before it answered; null if it didn't"
+    )
     sources: list[Source] = Field(description="In the order of the prompt")
     policy: str = Field(validation_alias=AliasPath("policy", "label"), description="The policy that was used")
     fallback: str | None = Field(description="Why KV wasn't reused, if it wasn't")
@@ -45,6 +51,7 @@ class AnswerResponse(BaseModel):
     )
 
 
+_STREAMED = {"answer", "reasoning_content", "sources"}  # fields that a stream has sent when it is done
 router = APIRouter()
 
 
@@ -61,10 +68,12 @@ def _frames(event: AnswerEvent | Exception) -> Iterable[Frame]:
     match event:
         case Retrieved():
             name, data = "sources", asdict(event)
+        case Reasoning():
+            name, data = "reasoning", asdict(event)
         case Delta():
             name, data = "delta", asdict(event)
         case Answer():
-            name, data = "done", AnswerResponse.model_validate(event).model_dump(exclude={"answer", "sources"})
+            name, data = "done", AnswerResponse.model_validate(event).model_dump(exclude=_STREAMED)
         case _:
             name, data = "error", error_of(event)
     yield {"event": name, "data": as_json(data)}

@@ -17,7 +17,8 @@ from openai.types import Model
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
+from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Reasoning, Retrieved, Sampling, Turn
+from ragkv.reasoning import without_reasoning
 from ragkv.server.answers import AnswerResponse
 from ragkv.server.tenants import AllTenants, CurrentTenant
 from ragkv.server.wire import (
@@ -33,7 +34,11 @@ from ragkv.server.wire import (
 )
 
 _DONE: Frame = {"data": "[DONE]"}
-_EXTENSION = {"answer", "finish_reason"}  # fields that the extension leaves out: OpenAI's own fields have them
+_EXTENSION = {
+    "answer",
+    "reasoning_content",
+    "finish_reason",
+}  # fields that the extension leaves out: OpenAI's own fields have them
 # Ignored: who asks, how it is billed or stored, and what belongs to tools.
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -128,7 +133,7 @@ class ChatRequest(BaseModel):
         sides = [(role, "\n\n".join(m.text for m in group)) for role, group in groupby(said, lambda m: m.role)]
         if sides[0][0] == "assistant":
             del sides[0]
-        texts = [text for _, text in sides]
+        texts = [without_reasoning(text) if role == "assistant" else text for role, text in sides]
         return Conversation(texts[-1], tuple(map(Turn, texts[:-1:2], texts[1::2])), own)
 
     def sampling(self) -> Sampling:
@@ -196,7 +201,7 @@ class _Completion:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def response(self, answer: Answer) -> ChatResponse:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message = {"role": "assistant", "content": answer.text, "refusal": None, **_reasoning(answer.reasoning)}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}
         extension = AnswerResponse.model_validate(answer).model_dump(exclude=_EXTENSION)
         body = {"object": "chat.completion", "choices": [choice], "usage": _usage(answer), "ragkv": extension}
@@ -215,6 +220,8 @@ class _Completion:
             self._opening = None
         if isinstance(event, Delta):
             yield self._choice({"content": event.text})
+        elif isinstance(event, Reasoning):
+            yield self._choice(_reasoning(event.text))
         else:
             extension = AnswerResponse.model_validate(event).model_dump(exclude={*_EXTENSION, "sources"})
             yield self._choice({}, _finish_reason(event), ragkv=extension)
@@ -228,6 +235,11 @@ class _Completion:
 
     def _chunk(self, data: dict[str, Any]) -> Frame:
         return {"data": as_json({**self._head, "object": "chat.completion.chunk", **data})}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the message's field for reasoning, as DeepSeek's API and vLLM's server have it."""
+    return {"reasoning_content": text} if text else {}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta
+from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Conversation, Delta, Reasoning
 from ragkv.background import RESTORE_EVENTS
 from ragkv.config import MAIN, Config, TenantConfig
 from ragkv.errors import DeadlineError, OverloadedError, StoreError
@@ -109,7 +109,7 @@ class Tenant:
                 async with aclosing(_until(self.pipeline.answer(asked, options), options.timeout_s)) as events:
                     async for event in events:
                         now = time.perf_counter()
-                        if isinstance(event, Delta):
+                        if isinstance(event, Delta | Reasoning):
                             if last is not None:
                                 metrics.between.observe(now - last)
                             last = now

@@ -235,7 +235,8 @@ def test_the_chat_template_is_read_wherever_the_model_has_it(tmp_path: Path) -> 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    assert doctor.chat_template(str(folder), tmp_path) == Finding(True, "none; prompts are plain text")
+    config = Config(model={"name": str(folder)})
+    assert doctor.chat_template(config, tmp_path) == Finding(True, "none; prompts are plain text")
     dated = "Today Date: {{ strftime_now('%d %b %Y') }}"
     for file, text in (
         ("tokenizer_config.json", json.dumps({"chat_template": dated})),
@@ -243,10 +244,28 @@ def test_the_chat_template_is_read_wherever_the_model_has_it(tmp_path: Path) -> 
         ("chat_template.jinja", dated),
     ):
         (folder / file).write_text(text)
-        found = doctor.chat_template(str(folder), tmp_path)
+        found = doctor.chat_template(config, tmp_path)
         assert found.ok and "prompts tell it with the question" in found.detail
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert doctor.chat_template(str(folder), tmp_path).detail == "the same every day"
+    assert doctor.chat_template(config, tmp_path) == Finding(True, "no date")
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "max_tokens", "ok"),
+    [
+        ("{{ '<think>\\n' }}", False, 128, None),
+        ("{{ '<think>\\n' }}", False, 2048, True),
+        ("{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}", False, 128, True),
+        ("{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}", True, 128, None),
+    ],
+)
+def test_a_model_that_thinks_needs_tokens_for_it(tmp_path, template, thinking, max_tokens, ok) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    config = Config(model={"name": str(tmp_path), "thinking": thinking}, answer={"max_tokens": max_tokens})
+    found = doctor.chat_template(config, tmp_path)
+    assert found.ok is ok
+    assert ok or ("thinks before it answers" in found.detail and "MAX_TOKENS" in found.remedy)
 
 
 def test_store(tmp_path: Path) -> None:

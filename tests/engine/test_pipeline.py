@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
-from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Retrieved, Sampling, Turn
+from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Reasoning, Retrieved, Sampling, Turn
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.pipeline import Pipeline
 from ragkv.policies import FULL, Policy
-from ragkv.prompt import Prompt
+from ragkv.prompt import Prompt, PromptLayout
 from ragkv.server import create_app
 from ragkv.server.tenants import Tenants
 
@@ -86,6 +87,22 @@ def test_an_answer_streams_with_sources_and_figures(runner, pipeline):
     assert answer.policy.label == "query:0.15" and answer.fallback is None
     assert timings.ttft_ms >= timings.load_ms + timings.probe_ms + timings.recompute_ms
     assert min(timings.load_ms, timings.probe_ms, timings.recompute_ms, timings.retrieve_ms) > 0
+
+
+def test_a_model_that_ends_while_it_thinks_has_no_answer(runner, pipeline, smollm, tmp_path, monkeypatch):
+    """A model that was never taught to think doesn't stop either."""
+    for file in smollm.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    opened = tokenizer.chat_template + "{% if add_generation_prompt %}{{ '<think>' }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(opened)
+    layout = PromptLayout(tmp_path)
+    assert layout.anchor == pipeline.workspace.layout.anchor
+    monkeypatch.setattr(pipeline.workspace, "layout", layout)
+    _, *thoughts, answer = runner.run(events_of(pipeline, QUESTIONS[1]))
+    assert thoughts and all(isinstance(each, Reasoning) for each in thoughts)
+    assert (answer.text, answer.finish_reason, answer.fallback) == ("", "length", None)
+    assert answer.reasoning == "".join(each.text for each in thoughts) and answer.usage.reused_tokens
 
 
 def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):

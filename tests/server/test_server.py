@@ -74,7 +74,12 @@ EXPECTED_END = {
 def test_an_answer(client) -> None:
     response = client.post("/v1/answer", json={"question": "who?"})
     assert response.status_code == 200
-    assert response.json() == {"answer": "Grüße, world", "sources": [EXPECTED_SOURCE], **EXPECTED_END}
+    assert response.json() == {
+        "answer": "Grüße, world",
+        "reasoning_content": None,
+        "sources": [EXPECTED_SOURCE],
+        **EXPECTED_END,
+    }
 
 
 def test_a_streamed_answer(client) -> None:
