@@ -14,14 +14,14 @@ from selenium.webdriver.common.keys import Keys
 from server_harness import ANSWER, CONFIG, SCRIPT, SOURCE, ScriptedPipeline, running
 
 from ragkv import server
-from ragkv.answer import AnswerOptions, Delta, Retrieved, Run, Timings, TokenOrigins, Usage
+from ragkv.answer import AnswerOptions, Delta, Reasoning, Retrieved, Run, Timings, TokenOrigins, Usage
 from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.policies import Policy
 from ragkv.server.gate import hash_of
 
 HOSTILE = '<img src=x onerror="document.title=document.URL">.md'
-MAX_BYTES = 61_000
+MAX_BYTES = 71_680
 AXE = "axe-core@4.14.1"
 LENGTHS = {"prefix": 5, "memory": 9, "disk": 11, "recomputed": 2, "computed": 3}  # as ANSWER's usage has it
 
@@ -97,7 +97,7 @@ def test_an_answer_comes_in_pieces_with_its_sources(pipeline, page) -> None:
     page.until(lambda: page["answer"].get_attribute("aria-busy") == "false")
     assert [question for question, _ in pipeline.asked] == ["who?\nand why?", "who?"]
     assert page.texts("#sources .title") == ["A [b]"] and page.texts("#sources .text") == [SOURCE.text]
-    assert page.texts("#sources .meta") == ["docs/a.md · chunk 3 · score 0.500"]
+    assert page.texts("#sources .meta") == ["a.md · chunk 3 · score 0.500"]
     assert f"not all was reused: {ANSWER.fallback}" in page.texts("#answer-facts li")
     assert not page["stop"].is_displayed()
 
@@ -142,6 +142,103 @@ def test_untrusted_names_and_texts_stay_text(pipeline, api, page) -> None:
     for place in ("#answer", "#sources .title", "#sources .text", "#token", "#documents .name"):
         assert page.texts(place) == [HOSTILE], place
     assert page.chrome.title == "ragkv" and not page.all("img")
+
+
+MARKDOWN = """# Teas *here*
+
+Two **kinds**, see [the list](https://example.org/a_(b)) or https://example.org/c.
+Not `<b>` nor a_b_c:
+
+1. green
+   - Sencha
+2. black
+
+| Tea | Price |
+|---|--:|
+| Assam | 10 \\| 12 |
+
+> quoted
+
+```html
+<script>alert(1)</script>
+```
+"""
+NO_LINKS = [
+    "[a](javascript:alert(1)) ",
+    "[b](data:text/html,x) ",
+    "[c](/v1/documents) ",
+    "[d](//example.org) ",
+    "<javascript:alert(1)> ",
+    '<a href="https://example.org" onclick="alert(1)">e</a> ',
+]
+
+
+def test_markdown_is_shown_as_elements_while_it_comes(pipeline, page) -> None:
+    half = MARKDOWN.index("| Assam")
+    pipeline.script = [SCRIPT[0], Delta(MARKDOWN[:half]), asyncio.Event()]
+    page.ask()
+    page.until(lambda: page.texts("#answer th") == ["Tea", "Price"])
+    page.run("document.querySelector('#answer > ol').dataset.same = 'yes'")
+    pieces = [Delta(MARKDOWN[i : i + 3]) for i in range(0, len(MARKDOWN), 3)]
+    pipeline.script = [SCRIPT[0], *pieces, replace(ANSWER, text=MARKDOWN)]
+    page.ask()
+    page.until(lambda: page["answer-facts"].text)
+    assert page.texts("#answer h3") == ["Teas here"] and page.texts("#answer em") == ["here"]
+    assert page.texts("#answer strong") == ["kinds"] and page.texts("#answer p code") == ["<b>"]
+    assert page.texts("#answer > ol > li") == ["greenSencha", "black"] and page.texts("#answer ul > li") == ["Sencha"]
+    assert page.texts("#answer td") == ["Assam", "10 | 12"] and page.texts("#answer blockquote") == ["quoted"]
+    assert page.texts("#answer pre") == ["<script>alert(1)</script>"]
+    links = [(a.get_attribute("href"), a.get_attribute("rel")) for a in page.all("#answer a")]
+    safe = "noopener noreferrer"
+    assert links == [("https://example.org/a_(b)", safe), ("https://example.org/c", safe)]
+
+
+def test_blocks_of_an_answer_that_are_finished_stay_as_they_are(page) -> None:
+    script = r"""
+        const { showMarkdown } = await import("/page/markdown.js");
+        const place = document.createElement("div"), text = "# One\n\ntwo **b**\n\n- three\n- fo";
+        for (let i = 1; i <= text.length; i += 1) showMarkdown(place, text.slice(0, i));
+        const before = [...place.childNodes];
+        showMarkdown(place, text + "ur\n\nfive");
+        return [...place.childNodes].map((node, i) => node === before[i]);
+    """
+    assert page.run(script) == [True, True, False, False]
+
+
+def test_only_addresses_of_the_web_become_links(pipeline, page) -> None:
+    pipeline.script = [SCRIPT[0], *map(Delta, NO_LINKS), ANSWER]
+    page.ask()
+    page.until(lambda: page["answer-facts"].text)
+    (link,) = page.all("#answer a")  # of the last: the address alone
+    assert link.get_attribute("href") == "https://example.org/" and link.get_attribute("onclick") is None
+    assert page.texts("#answer") == ["".join(NO_LINKS)]
+
+
+def test_what_the_model_thought_is_folded_away(pipeline, page) -> None:
+    pipeline.script = [SCRIPT[0], Reasoning("Hm. "), Reasoning(HOSTILE), Delta("Tea."), ANSWER]
+    page.ask()
+    page.until(lambda: page["answer-facts"].text)
+    assert page["answer"].text == "Tea." and not page["reasoning-text"].is_displayed()
+    page.all("#reasoning summary")[0].click()
+    assert page["reasoning-text"].text == f"Hm. {HOSTILE}"
+    pipeline.script = SCRIPT
+    page.ask()
+    page.until(lambda: "world" in page["answer"].text)
+    assert not page["reasoning"].is_displayed()
+
+
+def test_documents_are_named_as_briefly_as_tells_them_apart(pipeline, api, page) -> None:
+    names = ["/srv/docs/a/readme.md", "/srv/docs/b/readme.md", "/srv/docs/faq.jsonl#1/2", "/srv/docs/tea.md"]
+    shorts = ["a/readme.md", "b/readme.md", "faq.jsonl#1/2", "tea.md"]
+    api.documents = {name: f"Text of {name}" for name in names}
+    pipeline.script = [Retrieved([replace(SOURCE, document=name, title="") for name in names]), *SCRIPT[1:]]
+    page.open().ask()
+    page.until(lambda: page["answer-facts"].text and len(page.all("#documents li")) == 4)
+    assert page.texts("#documents .name") == shorts and page.texts("#sources .title") == shorts
+    for place in ("#documents .name", "#sources bdi"):
+        assert [each.get_attribute("title") for each in page.all(place)] == names
+    page["filter"].send_keys("/b/")
+    page.until(lambda: page.texts("#documents .name") == ["readme.md"])  # the only one that is shown
 
 
 def test_token_origins_count_what_usage_counts(page) -> None:
@@ -336,7 +433,7 @@ def test_the_list_is_paged_and_the_filter_looks_through_all_pages(api, page) -> 
     page["more"].click()
     page.until(lambda: page["num-documents"].text == "200 documents, and more")
     page["filter"].send_keys("49.MD")
-    page.until(lambda: page.texts("#documents .name") == ["folder/049.md", "folder/149.md", "folder/249.md"])
+    page.until(lambda: page.texts("#documents .name") == ["049.md", "149.md", "249.md"])
     assert page["num-documents"].text == "3 documents found" and not page["more"].is_displayed()
 
 
@@ -442,13 +539,15 @@ def test_counters_that_begin_again_are_not_taken_for_less(page) -> None:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 640, 360, 320])  # 640: 1280 at 200%; 320: 1280 at 400%
-def test_nothing_bars_anybody(api, page, axe, colours, width) -> None:
+def test_nothing_bars_anybody(pipeline, api, page, axe, colours, width) -> None:
     """axe-core's rules of WCAG 2.2 A and AA, and no need to scroll sideways, with everything shown that can be."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     page.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = {"features": [{"name": "prefers-color-scheme", "value": colours}]}
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     api.documents = {f"{'long' * 40}.md": "text", "b.md": "text"}
+    wide = f"\n| {'wide | ' * 30}\n|{'-|' * 30}\n\n    {'x' * 300}\n"
+    pipeline.script = [SCRIPT[0], Reasoning("Hm."), Delta(MARKDOWN + wide), ANSWER]
     page.open().ask()
     page.until(lambda: page["prompt-card"].is_displayed() and len(page.all("#documents li")) == 2)
     page.run("for (const details of document.querySelectorAll('details')) details.open = true")

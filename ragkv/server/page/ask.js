@@ -1,11 +1,14 @@
 // The question form, the answer as it streams, and its facts.
 
 import { ApiError, events, post } from "./api.js";
-import { byId, count, counted, element, milliseconds, showProblem } from "./dom.js";
+import { byId, count, counted, element, milliseconds, shortNames, showProblem } from "./dom.js";
+import { showMarkdown } from "./markdown.js";
 import { hidePrompt, showPrompt } from "./prompt.js";
 import { hideTimes, showTimes } from "./times.js";
 
 let running = null; // the AbortController of the question being answered, or measured
+let written = ""; // the answer so far
+let frame = 0; // in which it will be drawn
 
 export function startAsking() {
   const form = byId("ask-form");
@@ -59,14 +62,28 @@ function begin(question) {
   byId("answer-card").hidden = byId("stop").hidden = false;
   byId("asked").textContent = question;
   byId("answer").ariaBusy = "true"; // screen readers read it out once it is whole
-  byId("answer").textContent = byId("answer-facts").textContent = "";
+  byId("reasoning").hidden = true;
+  byId("answer").textContent = byId("answer-facts").textContent = byId("reasoning-text").textContent = written = "";
   byId("answer-state").textContent = "Looking for sources…";
 }
 
 function end() {
+  draw();
   byId("answer").ariaBusy = "false";
   byId("stop").hidden = true;
   running = null;
+}
+
+// Add to the answer, which is drawn once a frame however many pieces come.
+function write(text) {
+  written += text;
+  frame ||= requestAnimationFrame(draw);
+}
+
+function draw() {
+  cancelAnimationFrame(frame);
+  frame = 0;
+  showMarkdown(byId("answer"), written);
 }
 
 // Show an answer as it streams, and return its `done` event.
@@ -79,9 +96,13 @@ async function answered(body, signal) {
       sources = data.sources;
       showSources(sources);
       byId("answer-state").textContent = `Reading ${counted(sources.length, "source")}…`;
+    } else if (name === "reasoning") {
+      byId("answer-state").textContent = "Thinking…";
+      byId("reasoning").hidden = false;
+      byId("reasoning-text").append(data.text);
     } else if (name === "delta") {
       byId("answer-state").textContent = "Answering…";
-      byId("answer").append(data.text);
+      write(data.text);
     } else if (name === "error") {
       throw new ApiError(data.error.message);
     } else if (name === "done") {
@@ -123,19 +144,20 @@ async function measured(body) {
 function showSources(sources) {
   byId("sources-card").hidden = false;
   byId("num-sources").textContent = count(sources.length);
-  byId("sources").replaceChildren(...sources.map(sourceItem));
+  const shorts = shortNames(sources.map(({ document }) => document));
+  byId("sources").replaceChildren(...sources.map((source, i) => sourceItem(source, i, shorts.get(source.document))));
 }
 
-function sourceItem(source, index) {
+function sourceItem(source, index, short) {
   const place = [
-    element("bdi", {}, source.document),
+    element("bdi", { title: source.document }, short),
     ` · chunk ${count(source.ordinal + 1)} · score ${source.score.toFixed(3)}`,
   ];
   const summary = element(
     "summary",
     {},
     element("b", { className: "number", ariaLabel: `Source ${index + 1}` }, String(index + 1)),
-    element("span", { className: "title", dir: "auto" }, source.title || source.document),
+    element("span", { className: "title", dir: "auto" }, source.title || short),
     element("span", { className: "meta" }, ...place),
   );
   return element("li", {}, element("details", {}, summary, element("p", { className: "text", dir: "auto" }, source.text)));

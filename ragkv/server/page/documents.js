@@ -1,14 +1,14 @@
 // The indexed documents: a list that is loaded page by page, their chunks, and their deletion.
 
 import { get, request } from "./api.js";
-import { byId, bytes, count, counted, element, showProblem } from "./dom.js";
+import { byId, bytes, count, counted, element, shortNames, showProblem } from "./dom.js";
 
 const PAGE = 100;
 
 let loaded = []; // documents, by name
 let next = ""; // the name after which the next page begins; null after the last one
 let numShown = PAGE; // how many are to be shown
-let items = new Map(); // what is shown, by the document as JSON: what is unchanged stays open
+let items = new Map(); // what is shown, by the document and its short name as JSON: what is unchanged stays open
 let latest = 0; // number of the newest load, so that an older one never overwrites it
 
 export function startDocuments() {
@@ -60,20 +60,23 @@ function show() {
   byId("num-documents").textContent = `${counted(documents.length, "document")}${filtered}${isAll ? "" : ", and more"}`;
   byId("no-documents").hidden = loaded.length > 0;
   byId("more").hidden = isAll;
-  const entries = documents.map((document) => [JSON.stringify(document), document]);
-  items = new Map(entries.map(([key, document]) => [key, items.get(key) ?? documentItem(document)]));
+  const shorts = shortNames(documents.map(({ name }) => name));
+  const entries = documents.map((document) => [document, shorts.get(document.name)]);
+  items = new Map(
+    entries.map((entry) => [JSON.stringify(entry), items.get(JSON.stringify(entry)) ?? documentItem(...entry)]),
+  );
   byId("documents").replaceChildren(...items.values());
   if (focused !== document.activeElement) focused.focus({ preventScroll: true });
 }
 
-function documentItem(info) {
+function documentItem(info, short) {
   const { name, title, num_chunks, num_tokens } = info;
   const facts = `${counted(num_chunks, "chunk")} · ${counted(num_tokens, "token")}`;
-  const about = title && title !== name ? [element("span", { className: "meta", dir: "auto" }, title)] : [];
+  const about = title && title !== name && title !== short ? [element("span", { className: "meta", dir: "auto" }, title)] : [];
   const summary = element(
     "summary",
     {},
-    element("bdi", { className: "name" }, name),
+    element("bdi", { className: "name", title: name }, short),
     ...about,
     element("span", { className: "meta" }, facts),
   );

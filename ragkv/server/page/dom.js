@@ -21,6 +21,28 @@ export function row(heading, ...cells) {
 
 export const swatch = (dataset) => element("i", { className: "swatch", dataset, ariaHidden: "true" });
 
+// Return the short name of each document: its file's, with as many of its folders as tell it from the others.
+export function shortNames(names) {
+  const found = new Map();
+  let left = [...new Set(names)].map((name) => [name, partsOf(name)]);
+  for (let size = 1; left.length; size += 1) {
+    const shorts = left.map(([, parts]) => parts.slice(-size).join("/"));
+    const counts = new Map();
+    for (const short of shorts) counts.set(short, (counts.get(short) ?? 0) + 1);
+    const isFound = (i) => counts.get(shorts[i]) === 1 || size >= left[i][1].length;
+    left.forEach(([name], i) => isFound(i) && found.set(name, shorts[i]));
+    left = left.filter((_, i) => !isFound(i));
+  }
+  return found;
+}
+
+// The folders and the file of a document's name; a record of a JSONL file belongs to the file.
+function partsOf(name) {
+  const [, path, record] = /^(.*?\.jsonl)(#.*)$/is.exec(name) ?? [null, name, ""];
+  const parts = path.split("/");
+  return [...parts.slice(0, -1), parts.at(-1) + record];
+}
+
 // Shows an error in its place, in the server's words, or takes it away.
 export function showProblem(place, error) {
   place.textContent = error ? error.message : "";

@@ -1,6 +1,6 @@
 // Where each token of a prompt came from: the legend, the figures by source, and the token origins.
 
-import { byId, count, counted, element, row, share, swatch } from "./dom.js";
+import { byId, count, counted, element, row, share, shortNames, swatch } from "./dom.js";
 import { KINDS, clearOrigins, drawOrigins } from "./origins.js";
 
 const NAMES = Object.keys(KINDS);
@@ -52,7 +52,10 @@ function groupsOf(runs, total, sources) {
 }
 
 function nameOf({ source, start, end }, total, sources) {
-  if (source !== null) return `${source + 1} ${sources[source].title || sources[source].document}`;
+  if (source !== null) {
+    const { title, document } = sources[source];
+    return `${source + 1} ${title || shortNames(sources.map((each) => each.document)).get(document)}`;
+  }
   if (start === 0) return "Instruction";
   return end === total ? "Question" : "Between";
 }
