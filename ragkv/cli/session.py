@@ -1,9 +1,9 @@
 """Opens the pipeline for a command: sets the environment before vLLM is imported, and keeps its start stoppable."""
 
 import logging
-import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -15,6 +15,7 @@ from ragkv.cli import output
 from ragkv.cli.output import err
 from ragkv.config import MAIN, Config
 from ragkv.errors import ModelError, StoreError
+from ragkv.processes import end_children
 
 if TYPE_CHECKING:
     from ragkv.pipeline import Pipeline
@@ -28,8 +29,6 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
-
-_TERMINATION_TIMEOUT_S = 3
 
 
 def prepare(log: Path | None, verbose: bool) -> None:
@@ -68,9 +67,10 @@ def log_in_errors(config: Config) -> Iterator[None]:
 async def opened(
     config: Config, *, for_index_of: Sequence[Path] | None = None, tenant: str = MAIN
 ) -> AsyncIterator["Pipeline"]:
-    """Open a pipeline, and close it at the end. Arguments as of `open_pipeline`."""
+    """Open a pipeline, and close it at the end, also on SIGTERM. Arguments as of `open_pipeline`."""
     with log_in_errors(config):
         pipeline = await open_pipeline(config, for_index_of, tenant)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield pipeline
     finally:
@@ -108,12 +108,8 @@ def stoppable() -> Iterator[None]:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         err.show_cursor()
-        children = multiprocessing.active_children() if os.getpid() == owner else []  # a fork has this handler too
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.join(_TERMINATION_TIMEOUT_S)
-            child.kill()  # a signal that reaches a forked Python process before its first step is lost
+        if os.getpid() == owner:  # a fork has this handler too
+            end_children()
         os._exit(128 + signum)
 
     owner = os.getpid()

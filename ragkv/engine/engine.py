@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTOR_MODULE = "ragkv.engine.connector"
 _POLL_S = 1.0  # between checks that vLLM's processes live
+_CLOSE_S = 30.0  # for vLLM's processes to end by themselves: one that is killed leaves its shared memory behind
 _T = TypeVar("_T")
 
 
@@ -77,12 +78,9 @@ class Engine:
 
         store_options: of `DiskStore`. engine_args: passed to vLLM as they are. Raises ModelError.
         """
-        arguments = _arguments(model, config, store, fingerprint, dict(store_options or {}))
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        options = dict(store_options or {})
         try:
-            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **engine_args}))
+            llm = await asyncio.to_thread(_launch, model, config, store, fingerprint, options, engine_args)
             (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
             await _unless_dead(llm, llm.get_supported_tasks())  # or the first request asks, and waits forever
         except Exception as error:  # whatever a loader makes of a damaged file
@@ -192,9 +190,24 @@ class Engine:
         if llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
-            llm.shutdown()
+            llm.shutdown(timeout=_CLOSE_S)
             # It cancels the task that would tell them, also if the processes have ended and they don't know yet.
             llm.output_processor.propagate_error(EngineDeadError())
+
+
+def _launch(
+    model: Path, config: ModelConfig, store: Path, fingerprint: str, store_options: dict[str, Any], more: dict[str, Any]
+) -> Any:
+    """Import vLLM, start its processes, and return their client.
+
+    In a thread of its own: an error that vLLM keeps from its import holds the frames that it was imported from, and so
+    what is in them. The client would be collected when the interpreter has taken vLLM's modules apart already.
+    """
+    arguments = _arguments(model, config, store, fingerprint, store_options)
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **more}))
 
 
 async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
@@ -215,6 +228,7 @@ def _arguments(
     """Return vLLM's engine arguments, and set the environment variables that vLLM reads besides."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(_CLOSE_S / 2)))
     if not config.compile:  # nor the sampler, which would need a C++ compiler at the first random token
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # A fork would carry open databases with it, and hang where OpenMP was used (vLLM itself spawns on CPU only).
