@@ -1,8 +1,9 @@
 """Questions and answers as data: what the CLI, the server and the evaluations exchange with the pipeline."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from ragkv.config import AnswerConfig
 from ragkv.controller.cost_model import Plan
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
@@ -44,6 +45,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, defaults: AnswerConfig, **chosen: Any) -> "Sampling":
+        """Return the configured parameters, but for those that were chosen."""
+        return cls(**{"frequency_penalty": defaults.frequency_penalty or 0.0, **chosen})
 
 
 @dataclass(frozen=True)

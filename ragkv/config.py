@@ -125,6 +125,9 @@ class AnswerConfig(Section):
     """Let vLLM prefill whatever it prefills faster than fusion would take, by a profile that `ragkv index`, `serve` and
     `profile` measure once for each machine, model, codec and policy"""
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    """How much less likely a token becomes each time that the answer has it, unless a request says. Default: 1 for the
+    embedded model, which would repeat a sentence until it is cut off, else 0"""
     timeout_s: float | None = Field(None, gt=0)
     """Longest time for a whole answer, in seconds. Default: no limit"""
     max_drift: float | None = Field(None, gt=0)
@@ -195,6 +198,13 @@ class Config(BaseSettings):
     server: ServerConfig = ServerConfig()
     tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = {}
     """Tenants by name; each has documents, KV, conversations and limits of its own"""
+
+    @property
+    def answer_defaults(self) -> AnswerConfig:
+        """What a request doesn't choose, with what depends on the model filled in."""
+        if self.answer.frequency_penalty is not None:
+            return self.answer
+        return self.answer.model_copy(update={"frequency_penalty": float(self.model.name == EMBEDDED_MODEL)})
 
     @field_validator("home")
     @classmethod

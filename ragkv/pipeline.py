@@ -216,7 +216,7 @@ class Pipeline:
     @property
     def defaults(self) -> AnswerConfig:
         """The configured defaults of a request; the canary may have raised the budget."""
-        answer, budget = self.config.answer, self.canary.budget
+        answer, budget = self.config.answer_defaults, self.canary.budget
         return answer if budget is None else answer.model_copy(update={"budget": budget})
 
     @property

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.answer import Sampling
 from ragkv.config import EMBEDDED_MODEL, Config, load_config
 from ragkv.errors import ConfigError
 
@@ -179,3 +180,14 @@ def test_whose_a_key_is(settings) -> None:
     assert load_config(settings(text)).holders() == {a: "main", b: "main", c: "acme"}
     with pytest.raises(ConfigError, match="dan's key of zeta is also a key of acme"):
         load_config(settings(f"{text}[tenants.zeta.keys]\ndan = '{c}'\n")).holders()
+
+
+@pytest.mark.parametrize(
+    ("model", "configured", "expected"),
+    [(EMBEDDED_MODEL, None, 1.0), (EMBEDDED_MODEL, 0.0, 0.0), ("org/name", None, 0.0), ("org/name", 0.3, 0.3)],
+)
+def test_the_embedded_model_alone_is_kept_from_repeating_itself(model, configured, expected):
+    config = Config(model={"name": model}, answer={"frequency_penalty": configured, "top_k": 3})
+    assert config.answer_defaults.frequency_penalty == expected and config.answer_defaults.top_k == 3
+    assert Sampling.of(config.answer_defaults) == Sampling(frequency_penalty=expected)
+    assert Sampling.of(config.answer_defaults, frequency_penalty=0.0) == Sampling()

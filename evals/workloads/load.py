@@ -264,6 +264,7 @@ async def _servers(config: Config, progress: Progress) -> AsyncIterator[dict[str
             **({} if config.model.compile else {"TORCH_COMPILE_DISABLE": "1"}),
         }
         environment = {**same, **os.environ, **as_environment(config, home)}
+        environment |= {"RAGKV_ANSWER__FREQUENCY_PENALTY": "0"}  # as vLLM's server samples
         environment |= {"RAGKV_INDEX__NUM_CONTEXTS": "1", "RAGKV_INDEX__CHUNK_TOKENS": str(_CHUNK_TOKENS)}
         servers = {}
         for kind, command, port in zip(SYSTEMS, (alone, own), ports, strict=True):

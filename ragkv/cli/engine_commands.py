@@ -78,7 +78,7 @@ def ask(
     verbose: Verbose = False,
 ) -> None:
     """Answer a question from the indexed documents."""
-    from ragkv.answer import AnswerOptions
+    from ragkv.answer import AnswerOptions, Sampling
     from ragkv.policies import Policy
 
     if not question.strip():
@@ -87,6 +87,7 @@ def ask(
         Policy.of(config.answer.policy, config.answer.budget),
         config.answer.top_k,
         config.answer.max_tokens,
+        sampling=Sampling.of(config.answer_defaults),
         max_drift=config.answer.max_drift,
     )
     prepare(log_file(config), verbose)

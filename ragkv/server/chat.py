@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Reasoning, Retrieved, Sampling, Turn
+from ragkv.config import AnswerConfig
 from ragkv.reasoning import without_reasoning
 from ragkv.server.answers import AnswerResponse
 from ragkv.server.tenants import AllTenants, CurrentTenant
@@ -136,10 +137,10 @@ class ChatRequest(BaseModel):
         texts = [without_reasoning(text) if role == "assistant" else text for role, text in sides]
         return Conversation(texts[-1], tuple(map(Turn, texts[:-1:2], texts[1::2])), own)
 
-    def sampling(self) -> Sampling:
+    def sampling(self, defaults: AnswerConfig) -> Sampling:
         names = {"temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(**self.model_dump(include=names, exclude_none=True), stop=stop)
+        return Sampling.of(defaults, **self.model_dump(include=names, exclude_none=True), stop=stop)
 
 
 class ChatResponse(ChatCompletion):
@@ -183,7 +184,7 @@ async def complete(
     if body.model not in (None, model):
         raise HTTPException(404, f"the model {body.model} isn't served here; it is {model}")
     max_tokens = body.max_completion_tokens or body.max_tokens
-    options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling())
+    options = body.ragkv.options(tenant.pipeline.defaults, max_tokens, body.sampling(tenant.pipeline.defaults))
     check_ready(tenant.pipeline)
     events = tenant.answer(body.conversation(), options)
     with_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -103,7 +103,7 @@ class Choices(BaseModel):
             max_tokens or defaults.max_tokens,
             fresh=self.fresh,
             hint=self.hint,
-            sampling=sampling or Sampling(),
+            sampling=sampling or Sampling.of(defaults),
             explain=self.explain,
             timeout_s=self.timeout_s or defaults.timeout_s,
             max_drift=self.max_drift or defaults.max_drift,

@@ -185,3 +185,11 @@ def test_the_interface_describes_both_forms(client) -> None:
     assert described["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert {"404", "413", "422", "503"} < described.keys()
     assert json.dumps(described).count("ErrorResponse") == 9
+
+
+def test_the_configured_penalty_is_of_requests_that_choose_none(pipeline, client, openai_client, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "defaults", pipeline.defaults.model_copy(update={"frequency_penalty": 1.0}))
+    openai_client.chat.completions.create(model=MODEL, messages=ASKED)
+    openai_client.chat.completions.create(model=MODEL, messages=ASKED, frequency_penalty=0)
+    client.post("/v1/answer", json={"question": "who?"})
+    assert [options.sampling.frequency_penalty for _, options in pipeline.asked] == [1, 0, 1]
