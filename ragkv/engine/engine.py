@@ -6,8 +6,9 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,8 @@ class Engine:
         """
         options = dict(store_options or {})
         try:
-            llm = await asyncio.to_thread(_launch, model, config, store, fingerprint, options, engine_args)
+            launch = await asyncio.to_thread(_launcher, model, config, store, fingerprint, options, engine_args)
+            llm = await asyncio.to_thread(launch)
             (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
             await _unless_dead(llm, llm.get_supported_tasks())  # or the first request asks, and waits forever
         except Exception as error:  # whatever a loader makes of a damaged file
@@ -195,19 +197,19 @@ class Engine:
             llm.output_processor.propagate_error(EngineDeadError())
 
 
-def _launch(
+def _launcher(
     model: Path, config: ModelConfig, store: Path, fingerprint: str, store_options: dict[str, Any], more: dict[str, Any]
-) -> Any:
-    """Import vLLM, start its processes, and return their client.
+) -> Callable[[], Any]:
+    """Import vLLM, and return what starts its processes and returns their client.
 
-    In a thread of its own: an error that vLLM keeps from its import holds the frames that it was imported from, and so
-    what is in them. The client would be collected when the interpreter has taken vLLM's modules apart already.
+    To be called in a thread, apart from what it returns: an error that vLLM keeps from its import holds the frames of
+    all callers, and so what is in them. A client there would be collected only when vLLM's modules are gone.
     """
     arguments = _arguments(model, config, store, fingerprint, store_options)
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **more}))
+    return partial(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **more}))
 
 
 async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
