@@ -109,7 +109,7 @@ def print_cut(answer: "Answer") -> None:
     if answer.finish_reason == "length":
         what = "cut off" if answer.text else "cut off while the model was still thinking"
         num_tokens = answer.usage.completion_tokens
-        err.print(f"{what} after {num_tokens:,} tokens; --max-tokens allows more", style="yellow", highlight=False)
+        err.print(f"{what} after {num_tokens:,} tokens; --max-tokens allows more", style="yellow", soft_wrap=True)
 
 
 def print_sources(answer: "Answer") -> None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTOR_MODULE = "ragkv.engine.connector"
 _POLL_S = 1.0  # between checks that vLLM's processes live
-_CLOSE_S = 30.0  # for vLLM's processes to end by themselves: one that is killed leaves its shared memory behind
+_CLOSE_S = 25.0  # for vLLM's processes to end by themselves: one that is killed leaves its shared memory behind
 _T = TypeVar("_T")
 
 

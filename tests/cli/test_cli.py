@@ -1,5 +1,6 @@
 """The command line without a model: what it prints where, how it ends, and that it is quick."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,8 +19,8 @@ from typer.testing import CliRunner
 
 import ragkv
 from ragkv import cli
-from ragkv.answer import Answer, Source, Timings, Usage
-from ragkv.cli import output
+from ragkv.answer import Answer, Delta, Reasoning, Source, Timings, Usage
+from ragkv.cli import engine_commands, output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.evals import tables
 from ragkv.home import Home, Owner
@@ -490,3 +491,23 @@ def test_reading_files_ends_with_the_bars() -> None:
         bars.update(IngestProgress("load", 0, 2, "a"))
     with pytest.raises(KeyboardInterrupt):
         bars.update(IngestProgress("load", 1, 2, "b"))
+
+
+def test_what_a_model_thinks_is_shown_apart_from_its_answer(capsys) -> None:
+    class Thinking:
+        async def answer(self, question, options):
+            for event in (Reasoning("Hm."), Reasoning(" Yes."), Delta("Tea"), Delta(".")):
+                yield event
+            yield Answer("Tea.", [], Policy("full"), Usage(1, 0, 0, 1, 4), Timings(), "stop", reasoning="Hm. Yes.")
+
+    answer = asyncio.run(engine_commands._answer(Thinking(), "who?", None, show=True))
+    assert capsys.readouterr() == ("Tea.\n", "Hm. Yes.\n\n")
+    asyncio.run(engine_commands._answer(Thinking(), "who?", None, show=False))
+    output.print_cut(answer)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("text", "what"), [("Te", "cut off"), ("", "cut off while the model was still thinking")])
+def test_an_answer_that_used_up_its_tokens_says_how_to_get_more(capsys, text, what) -> None:
+    output.print_cut(Answer(text, [], Policy("full"), Usage(1, 0, 0, 1, 128), Timings(), "length"))
+    assert capsys.readouterr().err == f"{what} after 128 tokens; --max-tokens allows more\n"
