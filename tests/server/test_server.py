@@ -140,6 +140,7 @@ def test_a_body_that_is_no_request(client, body: bytes) -> None:
     response = client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 422
     assert response.json()["error"]["type"] == "InvalidRequest"
+    assert response.json()["error"]["message"].startswith("body: no JSON object: " if body else "body: ")
 
 
 def test_a_body_that_is_not_unicode(client) -> None:
@@ -210,6 +211,19 @@ def test_not_ready(pipeline, client) -> None:
 def test_ready(client) -> None:
     assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
     assert client.get("/healthz").json()["counters"]["corrupt_chunks"] == 1
+
+
+@pytest.mark.parametrize("path", ["/", "/page/main.js", "/healthz", "/readyz", "/v1/models", "/metrics", "/docs"])
+def test_head_is_get_without_the_body(client, path) -> None:
+    head, got = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"") and got.content
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_head_says_what_get_would(pipeline, client) -> None:
+    pipeline.is_ready = False
+    assert (client.head("/readyz").status_code, client.head("/v1/nothing").status_code) == (503, 404)
+    assert client.head("/v1/answer").status_code == 405
 
 
 def test_unknown_paths_and_methods(client) -> None:
