@@ -17,6 +17,8 @@ from ragkv.errors import ContextTooLongError, ModelError
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
+_PIECE = 1 << 15  # characters
+_CUTS = 64  # more tokens than a text may have because it was cut into pieces
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
 
@@ -72,17 +74,35 @@ class PromptLayout:
         """Return a user's own instruction, which is put before the tokens of the question."""
         return self._encode(f"{instruction}\n\n", plain=True) if instruction else []
 
-    def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
-        """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
-        num_tokens = len(self.question_tokens(question)) + len(self.instruction_tokens(instruction))
-        limit = max(0, max_model_len - len(self.anchor) - max_tokens)
-        if num_tokens > limit:
+    def num_tokens(self, text: str, limit: int) -> int:
+        """Count a text's tokens; of one that clearly has more than `limit`, only of its beginning.
+
+        So it costs little, however long the text is, and holds other threads up only for a piece at a time.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE) if len(text) > _PIECE else ():
+            num_tokens += len(self._encode(text[start : start + _PIECE], plain=True))
+            if num_tokens > limit + _CUTS:
+                return num_tokens
+        return len(self._encode(text, plain=True))
+
+    def check_question(self, question: str, instruction: str, max_model_len: int) -> int:
+        """Return how many tokens an answer may have if no chunk stands before the question.
+
+        Raises ContextTooLongError if not even one fits into the context.
+        """
+        limit = max(0, max_model_len - len(self.anchor) - 1)
+        parts = self.num_tokens(question, limit), self.num_tokens(instruction, limit)
+        if max(parts) <= limit:
+            parts = len(self.question_tokens(question)), len(self.instruction_tokens(instruction))
+        if sum(parts) > limit:
             raise ContextTooLongError(
-                f"the question has {num_tokens} tokens; with an answer of up to {max_tokens} tokens, at most {limit} "
-                f"fit into the model's context of {max_model_len}",
-                num_tokens,
+                f"the question has {sum(parts)} tokens or more; at most {limit} fit into the model's context of "
+                f"{max_model_len}, so that an answer has room",
+                sum(parts),
                 limit,
             )
+        return 1 + limit - sum(parts)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Decode each token by itself. Part of a character becomes a replacement character."""
