@@ -106,7 +106,7 @@ def print_ingest_report(report: "IngestReport") -> None:
 
 def print_sources(answer: "Answer") -> None:
     if not answer.sources:
-        out.print("\nNo sources: nothing is indexed yet (`ragkv index PATH`).")
+        out.print("\nNo sources.")  # `fallback` says why
         return
     table = Table("", "document", "chunk", "score", "title", box=None, title="Sources", title_justify="left")
     for i, source in enumerate(answer.sources, 1):
