@@ -31,18 +31,22 @@ class Fitted:
 
 
 def recent(layout: PromptLayout, conversation: Conversation, room: int) -> Conversation:
-    """Leave out the turns that `fit` would drop in any case, but for the newest of them.
+    """Leave out the turns that `fit` would drop in any case, but for the newest of them, perhaps cut.
 
     Only these are tokenised, not all of a chat of megabytes. `fit` makes the same of the rest as of the whole: where it
     drops the oldest of these turns, it puts all chunks anew, whatever was before.
     """
     fixed = len(layout.question_tokens("", "")) if layout.takes_turns else 0
-    for first in reversed(range(len(conversation.turns))):
-        turn = conversation.turns[first]
-        room -= fixed + layout.num_tokens(turn.question, room) + layout.num_tokens(turn.answer, room)
+    turns: list[Turn] = []
+    for turn in reversed(conversation.turns):
+        (question, num_asked), (answer, num_answered) = (
+            layout.measured(text, room) for text in (turn.question, turn.answer)
+        )
+        turns.insert(0, Turn(question, answer))
+        room -= fixed + num_asked + num_answered
         if room < 0:
-            return replace(conversation, turns=conversation.turns[first:])
-    return conversation
+            break
+    return replace(conversation, turns=tuple(turns))
 
 
 def fit(layout: PromptLayout, conversation: Conversation, retrieved: Sequence[Sequence[Hit]], room: int) -> Fitted:

@@ -146,15 +146,14 @@ class Pipeline:
 
         Returns what is left of the conversation. Of a chat of megabytes it takes seconds: call it in a thread.
         """
-        layout, questions = self.workspace.layout, asked.questions
+        layout = self.workspace.layout
         left = layout.check_question(asked.question, asked.instruction, max_model_len)
         # What an answer may be long is a limit: sources don't give way to more than a usual answer.
         room = max_model_len - min(options.max_tokens, max(self.config.answer.max_tokens, max_model_len // 4), left)
         asked = recent(layout, asked, room)
         if layout.takes_turns:
-            hits = self._search.hits(questions, options.top_k, len(questions) - len(asked.questions))
-            return asked, fit(layout, asked, hits, room)
-        hits = self._search.hits(questions, options.top_k, len(questions) - 1)
+            return asked, fit(layout, asked, self._search.hits(asked.questions, options.top_k), room)
+        hits = self._search.hits(asked.questions, options.top_k, len(asked.turns))
         return asked, fit(layout, in_one_turn(layout, asked, hits[0], room), hits, room)
 
     def _origins(self, generation: Generation) -> TokenOrigins:

@@ -17,8 +17,8 @@ from ragkv.errors import ContextTooLongError, ModelError
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
-_PIECE = 1 << 15  # characters
-_CUTS = 64  # more tokens than a text may have because it was cut into pieces
+_PIECE = 1 << 13  # characters
+_CUT = 2  # how many tokens more a text may have because it was cut between two pieces
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
 
@@ -74,17 +74,17 @@ class PromptLayout:
         """Return a user's own instruction, which is put before the tokens of the question."""
         return self._encode(f"{instruction}\n\n", plain=True) if instruction else []
 
-    def num_tokens(self, text: str, limit: int) -> int:
-        """Count a text's tokens; of one that clearly has more than `limit`, only of its beginning.
+    def measured(self, text: str, limit: int) -> tuple[str, int]:
+        """Return a text and its number of tokens; of one that has clearly more than `limit`, a beginning that has more.
 
         So it costs little, however long the text is, and holds other threads up only for a piece at a time.
         """
         num_tokens = 0
-        for start in range(0, len(text), _PIECE) if len(text) > _PIECE else ():
-            num_tokens += len(self._encode(text[start : start + _PIECE], plain=True))
-            if num_tokens > limit + _CUTS:
-                return num_tokens
-        return len(self._encode(text, plain=True))
+        for end in range(_PIECE, len(text), _PIECE):
+            num_tokens += len(self._encode(text[end - _PIECE : end], plain=True)) - _CUT
+            if num_tokens > limit:
+                return text[:end], num_tokens
+        return text, len(self._encode(text, plain=True))
 
     def check_question(self, question: str, instruction: str, max_model_len: int) -> int:
         """Return how many tokens an answer may have if no chunk stands before the question.
@@ -92,7 +92,7 @@ class PromptLayout:
         Raises ContextTooLongError if not even one fits into the context.
         """
         limit = max(0, max_model_len - len(self.anchor) - 1)
-        parts = self.num_tokens(question, limit), self.num_tokens(instruction, limit)
+        parts = self.measured(question, limit)[1], self.measured(instruction, limit)[1]
         if max(parts) <= limit:
             parts = len(self.question_tokens(question)), len(self.instruction_tokens(instruction))
         if sum(parts) > limit:
