@@ -132,8 +132,8 @@ class ChatRequest(BaseModel):
                     f"{name} can't be used here: leave it out" + f"; {accepted} is accepted" * bool(values)
                 )
         messages = body.get("messages")
-        lists = [m["content"] for m in messages or () if isinstance(m, dict) and isinstance(m.get("content"), list)]
-        if sum(map(len, lists)) > _MAX_PARTS:
+        contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        if sum(len(content) for content in contents if isinstance(content, list)) > _MAX_PARTS:
             raise ValueError(f"messages have more than {_MAX_PARTS} parts together; join their texts")
         return {name: value for name, value in body.items() if name not in _ONLY}
 

@@ -165,6 +165,12 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, ope
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages: Value error, the last message"),
         ({"messages": [*CALLED, CALLED[2]]}, "messages: Value error, the last message"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages: Value error, the last message"),
+        ({"messages": 5}, "messages: Input should be a valid list"),
+        ({"messages": {"role": "user"}}, "messages: Input should be a valid list"),
+        ({"messages": [5]}, "messages.0: "),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content."),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content."),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content."),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role: "),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
