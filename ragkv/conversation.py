@@ -37,10 +37,10 @@ def recent(layout: PromptLayout, conversation: Conversation, room: int) -> Conve
     drops the oldest of these turns, it puts all chunks anew, whatever was before.
     """
     fixed = len(layout.question_tokens("", "")) if layout.takes_turns else 0
-    turns: list[Turn] = []
+    turns, limit = list[Turn](), room  # the same limit for all: a turn must be cut alike when others follow it
     for turn in reversed(conversation.turns):
         (question, num_asked), (answer, num_answered) = (
-            layout.measured(text, room) for text in (turn.question, turn.answer)
+            layout.measured(text, limit) for text in (turn.question, turn.answer)
         )
         turns.insert(0, Turn(question, answer))
         room -= fixed + num_asked + num_answered
