@@ -289,7 +289,7 @@ def test_a_host_that_is_not_ours(host: str) -> None:
 
 
 SLOW_SERVER = textwrap.dedent("""
-    import asyncio, sys
+    import asyncio, gc, sys
     from contextlib import asynccontextmanager
     from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
@@ -317,7 +317,7 @@ SLOW_SERVER = textwrap.dedent("""
 
         async def close(self):
             await asyncio.sleep(0)
-            print("closed", flush=True)
+            print("frozen" if gc.get_freeze_count() else "collected", "closed", flush=True)
 
     @asynccontextmanager
     async def open_tenants():
@@ -364,7 +364,7 @@ def test_sigterm_lets_answers_finish_and_closes_the_pipeline(tmp_path, stream) -
             process.send_signal(signal.SIGTERM)
             assert ('"finish_reason": "stop"' if stream else '"answer":"late"') in response.result().text
         out, err = process.communicate(timeout=10)
-        assert out.endswith("closed\n") and "Traceback" not in err
+        assert out.endswith("frozen closed\n") and "Traceback" not in err
         assert process.returncode == 0
 
 
