@@ -246,9 +246,7 @@ def test_chunks_that_do_not_fit_are_left_out(runner, pipeline):
 def test_where_nothing_is_indexed_the_answer_says_so(runner, pipeline):
     first, *_, answer = runner.run(events_of(pipeline.for_tenant("nobody"), QUESTIONS[0]))
     assert first.sources == answer.sources == [] and answer.text
-    assert (
-        answer.fallback == "nothing is indexed, so the answer rests on no document: upload some, or run `ragkv index`"
-    )
+    assert answer.fallback.startswith("nothing is indexed, so the answer rests on no document: upload some, or run")
 
 
 def test_max_tokens_is_a_limit(runner, pipeline):
