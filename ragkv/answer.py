@@ -45,6 +45,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, defaults: AnswerConfig, **chosen: Any) -> "Sampling":
@@ -141,10 +144,11 @@ class Timings:
 class Answer:
     """A finished answer.
 
-    policy: the one really used. fallback: what kept KV from being reused, if anything. plan: what the controller
-    expected, None if it wasn't asked. origins: given if the question asked for an explanation. drift_estimate: in nats
-    (`ragkv.quality_target`), None if it wasn't asked for or there is nothing to estimate it by. attempts: how often the
-    answer was begun, until its estimate was low enough. reasoning: what the model thought before; not part of `text`.
+    policy: the one really used. fallback: what the answer lacks, if anything: KV that wasn't reused, sources that had
+    no room or weren't found. plan: what the controller expected, None if it wasn't asked. origins: given if the
+    question asked for an explanation. drift_estimate: in nats (`ragkv.quality_target`), None if it wasn't asked for or
+    there is nothing to estimate it by. attempts: how often the answer was begun, until its estimate was low enough.
+    reasoning: what the model thought before; not part of `text`.
     """
 
     text: str
@@ -152,7 +156,7 @@ class Answer:
     policy: Policy
     usage: Usage
     timings: Timings
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
     fallback: str | None = None
     plan: Plan | None = None
     origins: TokenOrigins | None = None

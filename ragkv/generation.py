@@ -115,7 +115,7 @@ class Generation:
                 ttft_ms=1e3 * (self._first_token_at - self._submitted_at) if self.tokens else 0.0,
                 total_ms=1e3 * (now - self._begun_at),
             ),
-            self.output.finish_reason or "abort",
+            "length" if self.output.finish_reason == "length" else "stop",
             fallback,
             request.plan,
             origins,

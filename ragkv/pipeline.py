@@ -12,14 +12,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Retrieved, Source
+from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Retrieved, Source, TokenOrigins
 from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, LogProbs, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import ProfileFile, profile_machine
-from ragkv.conversation import Fitted, fit, in_one_turn
+from ragkv.conversation import Fitted, fit, in_one_turn, recent
 from ragkv.engine.engine import Engine
-from ragkv.errors import ModelError, StoreError
+from ragkv.errors import EngineStoppedError, ModelError, StoreError
 from ragkv.generation import Generation, origins_of
 from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
@@ -113,13 +113,16 @@ class Pipeline:
         """Answer from the indexed documents: `Retrieved`, `Reasoning` if the model thinks, `Delta`s, then the `Answer`.
 
         Chunks that don't fit into the context are left out, worst first, and so are earlier turns, oldest first.
-        Closing the generator aborts the request. Raises ContextTooLongError if the question alone doesn't fit.
+        Closing the generator aborts the request. Raises ContextTooLongError if the question alone doesn't fit,
+        EngineStoppedError if the answer breaks off.
         """
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
         with self.workspace.idle.answering():
             engine = await self.workspace.start()
             begun_at = time.perf_counter()
-            fitted = await self._retrieve(conversation, options, engine.max_model_len)
+            conversation, fitted = await asyncio.to_thread(self._retrieve, conversation, options, engine.max_model_len)
+            left = engine.max_model_len - len(fitted.prompt.token_ids)
+            options = replace(options, max_tokens=min(options.max_tokens, left))
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
             generation: Generation | None = None
@@ -130,20 +133,43 @@ class Pipeline:
                 async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
                     async for event in events:
                         yield event
+            if generation.output.finish_reason in (None, "abort", "error"):
+                raise EngineStoppedError("vLLM gave up this request before its answer was complete; ask again")
             await self._settle(conversation, options, request, generation)
-            origins = None
-            if options.explain:
-                token_texts = self.workspace.layout.token_texts(request.prompt.token_ids)
-                origins = origins_of(request, generation.output, token_texts)
-            yield generation.answer(sources, origins, self.fallback)
+            origins = await asyncio.to_thread(self._origins, generation) if options.explain else None
+            answer = generation.answer(sources, origins, self.fallback)
+            lacks = [self._missing_sources(fitted, engine.max_model_len), answer.fallback]
+            yield replace(answer, fallback="; ".join(filter(None, lacks)) or None)
 
-    async def _retrieve(self, conversation: Conversation, options: AnswerOptions, max_model_len: int) -> Fitted:
-        """Search for chunks, for each turn's question, and fit them and the conversation into the model's context."""
+    def _retrieve(self, asked: Conversation, options: AnswerOptions, max_model_len: int) -> tuple[Conversation, Fitted]:
+        """Search for chunks, for each turn's question, and fit them and the conversation into the model's context.
+
+        Returns what is left of the conversation. Of a chat of megabytes it takes seconds: call it in a thread.
+        """
         layout = self.workspace.layout
-        shown = conversation if layout.takes_turns or not conversation.turns else in_one_turn(conversation)
-        layout.check_question(shown.question, shown.instruction, options.max_tokens, max_model_len)
-        hits = await self._search.hits(conversation.questions, options.top_k)
-        return fit(layout, shown, hits[-len(shown.questions) :], max_model_len - options.max_tokens)
+        left = layout.check_question(asked.question, asked.instruction, max_model_len)
+        # What an answer may be long is a limit: sources don't give way to more than a usual answer.
+        room = max_model_len - min(options.max_tokens, max(self.config.answer.max_tokens, max_model_len // 4), left)
+        asked = recent(layout, asked, room)
+        if layout.takes_turns:
+            return asked, fit(layout, asked, self._search.hits(asked.questions, options.top_k), room)
+        hits = self._search.hits(asked.questions, options.top_k, len(asked.turns))
+        return asked, fit(layout, in_one_turn(layout, asked, hits[0], room), hits, room)
+
+    def _origins(self, generation: Generation) -> TokenOrigins:
+        texts = self.workspace.layout.token_texts(generation.request.prompt.token_ids)
+        return origins_of(generation.request, generation.output, texts)
+
+    def _missing_sources(self, fitted: Fitted, max_model_len: int) -> str | None:
+        """Return why the answer rests on fewer documents than it could, None if it doesn't."""
+        if fitted.num_left_out:
+            found = f"{fitted.num_left_out} of {fitted.num_left_out + len(fitted.question_hits)} sources left out"
+            return f"{found}: the context of {max_model_len} tokens has no room for them"
+        if fitted.question_hits:
+            return None
+        if self._search.is_empty:
+            return "nothing is indexed, so the answer rests on no document: upload some, or run `ragkv index`"
+        return "nothing was found, so the answer rests on no document"
 
     def _texts(self, generation: Generation, options: AnswerOptions, engine: Engine) -> AsyncGenerator[str, None]:
         """Generate, and yield the text; with a quality target none if the estimated drift is above it."""
@@ -192,7 +218,7 @@ class Pipeline:
 
     async def search(self, question: str, top_k: int) -> list[Source]:
         """Return the chunks that would be retrieved for a question, best first."""
-        return self._search.sources((await self._search.hits([question], top_k))[-1])
+        return self._search.sources((await asyncio.to_thread(self._search.hits, [question], top_k))[-1])
 
     async def profile(self, report: Callable[[str], None] = lambda line: None, *, anew: bool = False) -> Profile | None:
         """Return how long requests take on this machine: from an earlier measurement, or measured now (a minute).

@@ -20,6 +20,8 @@ _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
 _UNDATED = "given with the question"  # where a chat template prints today's date (docs/decisions/0022)
+_PIECE = 1 << 13  # characters
+_CUT = 2  # how many tokens more a text may have because it was cut between two pieces
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded
 
 
@@ -91,17 +93,35 @@ class PromptLayout:
         dated = f"Today is {today.day} {today:%B %Y}." if self.tells_date else ""
         return self._encode("".join(f"{text}\n\n" for text in (dated, instruction) if text), plain=True)
 
-    def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
-        """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
-        num_tokens = len(self.question_tokens(question)) + len(self.instruction_tokens(instruction))
-        limit = max(0, max_model_len - len(self.anchor) - max_tokens)
-        if num_tokens > limit:
+    def measured(self, text: str, limit: int) -> tuple[str, int]:
+        """Return a text and its number of tokens; of one that has clearly more than `limit`, a beginning that has more.
+
+        So it costs little, however long the text is, and holds other threads up only for a piece at a time.
+        """
+        num_tokens = 0
+        for end in range(_PIECE, len(text), _PIECE):
+            num_tokens += len(self._encode(text[end - _PIECE : end], plain=True)) - _CUT
+            if num_tokens > limit:
+                return text[:end], num_tokens
+        return text, len(self._encode(text, plain=True))
+
+    def check_question(self, question: str, instruction: str, max_model_len: int) -> int:
+        """Return how many tokens an answer may have if no chunk stands before the question.
+
+        Raises ContextTooLongError if not even one fits into the context.
+        """
+        limit = max(0, max_model_len - len(self.anchor) - 1)
+        parts = self.measured(question, limit)[1], self.measured(instruction, limit)[1]
+        if max(parts) <= limit:
+            parts = len(self.question_tokens(question)), len(self.instruction_tokens(instruction))
+        if sum(parts) > limit:
             raise ContextTooLongError(
-                f"the question has {num_tokens} tokens; with an answer of up to {max_tokens} tokens, at most {limit} "
-                f"fit into the model's context of {max_model_len}",
-                num_tokens,
+                f"the question has {sum(parts)} tokens or more; at most {limit} fit into the model's context of "
+                f"{max_model_len}, so that an answer has room",
+                sum(parts),
                 limit,
             )
+        return 1 + limit - sum(parts)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Decode each token by itself. Part of a character becomes a replacement character."""

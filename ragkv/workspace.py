@@ -126,11 +126,17 @@ class Search:
         self._retrievers = [workspace.retriever(corpus) for corpus in self.corpora.values()]
         self._by_rank = settings.mode != "vector" or settings.reranker is not None
 
-    async def hits(self, questions: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """Return the best chunks for each question of a conversation, with regard to the questions before it."""
-        return await asyncio.to_thread(
-            lambda: [self._hits(question, top_k, questions[:i]) for i, question in enumerate(questions)]
-        )
+    def hits(self, questions: Sequence[str], top_k: int, first: int = 0) -> list[list[Hit]]:
+        """Return the best chunks for each question of a conversation from the `first` on, with regard to those before.
+
+        Takes milliseconds for each question: call it in a thread.
+        """
+        return [self._hits(questions[i], top_k, questions[:i]) for i in range(first, len(questions))]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no document is indexed."""
+        return not any(corpus.catalog.has_documents for corpus in self.corpora.values())
 
     def _hits(self, question: str, top_k: int, before: Sequence[str]) -> list[Hit]:
         hits = [retriever.search(question, top_k, before) for retriever in self._retrievers]

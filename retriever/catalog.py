@@ -149,14 +149,11 @@ class Catalog:
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Return documents sorted by id: up to `limit` of those whose ids follow `after`."""
-        rows = self._rows(
-            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
-            "FROM (SELECT * FROM documents WHERE id > ? ORDER BY id LIMIT ?) d "
-            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
-            after,
-            -1 if limit is None else limit,
-        )
-        return [DocumentInfo(*row) for row in rows]
+        return self._infos("id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit)
+
+    def document_infos(self, ids: Iterable[str]) -> list[DocumentInfo]:
+        """Return those of these documents that the catalogue has, sorted by id."""
+        return self._infos("id IN (SELECT value FROM json_each(?))", json.dumps(list(ids)))
 
     @property
     def text_bytes(self) -> int:
@@ -256,6 +253,15 @@ class Catalog:
                 "upgrade ragkv"
             )
         return int(version)
+
+    def _infos(self, which: str, *parameters: object) -> list[DocumentInfo]:
+        rows = self._rows(
+            "SELECT d.id, d.title, count(c.id), coalesce(sum(length(c.token_ids)) / 4, 0) "
+            f"FROM (SELECT * FROM documents WHERE {which}) d "
+            "LEFT JOIN chunks c ON c.document_id = d.id GROUP BY d.id ORDER BY d.id",
+            *parameters,
+        )
+        return [DocumentInfo(*row) for row in rows]
 
     def _rows(self, query: str, *parameters: object) -> list[Any]:
         with self._translated():

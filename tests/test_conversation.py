@@ -7,7 +7,8 @@ import pytest
 from tiny_tokenizer import CHATML, save_tokenizer
 
 from ragkv.answer import Conversation, Turn
-from ragkv.conversation import ConversationSalts, fit, in_one_turn
+from ragkv.conversation import ConversationSalts, fit, in_one_turn, recent
+from ragkv.errors import ContextTooLongError
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.hashing import chunk_hash
@@ -81,9 +82,22 @@ def test_without_a_template_turns_follow_each_other_too(tmp_path):
 def test_templates_that_cannot_take_turns_get_the_conversation_as_one_question(tmp_path, template):
     layout = layout_of(tmp_path, template)
     assert not layout.takes_turns
-    one = in_one_turn(Conversation("And two?", (Turn("What is one?", "A number."),), "Be kind."))
+    conversation = Conversation("And two?", (Turn("What is one?", "A number."),), "Be kind.")
+    one = in_one_turn(layout, conversation, [], 1000)
     assert one.turns == () and one.instruction == "Be kind."
     assert one.question == "Question: What is one?\nAnswer: A number.\nQuestion: And two?"
+
+
+@pytest.mark.parametrize("template", [SYSTEM_LAST, ONE_TURN])
+def test_their_oldest_turns_go_too(tmp_path, template):
+    layout, found = layout_of(tmp_path, template), [hit(layout_of(tmp_path, template), "A" * 50)]
+    conversation = Conversation("last?", tuple(Turn(f"question {i}", f"answer {i}") for i in range(99)), "Be kind.")
+    shown = in_one_turn(layout, recent(layout, conversation, 400), found, 400)
+    fitted = fit(layout, shown, [found], 400)
+    assert fitted.question_hits == found and 350 < len(fitted.prompt.token_ids) <= 400
+    text = text_of(layout, fitted.prompt.token_ids)
+    assert text.count("Question: ") > 3 and "Question: question 98\nAnswer: answer 98\nQuestion: last?" in text
+    assert in_one_turn(layout, conversation, [], 70).question == "last?"
 
 
 def test_a_chunk_found_again_stays_where_it_is(layout):
@@ -96,7 +110,7 @@ def test_what_does_not_fit_is_left_out_worst_first(layout):
     hits = [hit(layout, letter * 50) for letter in "ABC"]
     bare = len(fit(layout, Conversation("a"), [[]], 1000).prompt.token_ids)
     fitted = fit(layout, Conversation("a"), [hits], bare + 149)
-    assert fitted.hits == fitted.question_hits == hits[:2]
+    assert fitted.hits == fitted.question_hits == hits[:2] and fitted.num_left_out == 1
 
 
 def test_the_oldest_turns_go_last_and_the_instruction_never(layout):
@@ -106,6 +120,61 @@ def test_the_oldest_turns_go_last_and_the_instruction_never(layout):
     text = text_of(layout, fitted.prompt.token_ids)
     assert text.startswith("<|system|>Heed this.<|end|><|user|>Be kind.\n\nAsked: question 7")
     assert len(fitted.prompt.token_ids) <= bare + 60
+
+
+def test_old_turns_make_room_for_sources_up_to_half_of_the_context(layout):
+    turns = tuple(Turn(f"question {i}", f"answer {i}") for i in range(99))
+    few, many = [hit(layout, "A" * 90)], [hit(layout, letter * 90) for letter in "ABCDEFGH"]
+    none = [[] for _ in turns]
+    fitted = fit(layout, Conversation("last?", turns), [*none, few], 600)
+    assert fitted.question_hits == few and fitted.num_left_out == 0
+    fitted = fit(layout, Conversation("last?", turns), [*none, many], 600)
+    assert 2 <= len(fitted.question_hits) <= 4 and fitted.num_left_out == 8 - len(fitted.question_hits)
+    assert text_of(layout, fitted.prompt.token_ids).count("question ") > 3
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_left_out_unseen_changes_nothing(layout, seed):
+    numbers = random.Random(seed)
+    corpus = [hit(layout, chr(65 + i) * numbers.randrange(5, 90)) for i in range(26)]
+    turns = tuple(
+        Turn("q" * numbers.choice([*range(99), 50_000]), "a" * numbers.choice([*range(40), *range(300)]))
+        for _ in range(40)
+    )
+    found = [numbers.sample(corpus, numbers.randrange(5)) for _ in range(41)]
+    conversation, room = Conversation("last?", turns, "Be kind." * numbers.randrange(3)), numbers.randrange(150, 900)
+    kept = recent(layout, conversation, room)
+    assert fit(layout, kept, found[-len(kept.questions) :], room) == fit(layout, conversation, found, room)
+    more = Conversation("more?", (*turns, Turn("last?", "yes")), conversation.instruction)
+    assert recent(layout, more, room).turns[:1] in ((), kept.turns[:1], kept.turns[1:2])  # cut alike
+
+
+def test_of_a_chat_of_megabytes_only_what_may_fit_is_tokenised(layout, monkeypatch):
+    """Time, without a clock: characters that the tokeniser gets."""
+    given, encode = [], type(layout)._encode
+    monkeypatch.setattr(
+        type(layout), "_encode", lambda self, text, **how: given.append(text) or encode(self, text, **how)
+    )
+    long, short = Turn("why? " * 200_000, "so " * 300_000), [Turn(f"question {i}", f"answer {i}") for i in range(20)]
+    conversation = Conversation("last?", (*[long] * 3, *short))
+    kept = recent(layout, conversation, 2000)
+    assert kept.turns[1:] == (*short,) and long.question.startswith(kept.turns[0].question)
+    fit(layout, kept, [[] for _ in kept.questions], 2000)
+    assert sum(map(len, given)) < 70_000
+    given.clear()
+    with pytest.raises(ContextTooLongError) as error:
+        layout.check_question("why? " * 200_000, "Be kind. " * 100_000, 2000)
+    assert error.value.num_tokens > error.value.limit and sum(map(len, given)) < 70_000
+
+
+def test_a_question_that_fits_leaves_the_rest_to_the_answer(layout):
+    left = layout.check_question("why?", "Be kind.", 1000)
+    prompt = fit(layout, Conversation("why?", (), "Be kind."), [[]], 1000).prompt
+    assert left == 1000 - len(prompt.token_ids)
+    assert layout.check_question("why?", "Be kind.", 1001 - left) == 1
+    with pytest.raises(ContextTooLongError) as error:
+        layout.check_question("why?", "Be kind.", 1000 - left)
+    assert error.value.num_tokens == error.value.limit + 1
 
 
 @pytest.mark.parametrize("seed", range(30))

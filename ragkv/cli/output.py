@@ -114,7 +114,7 @@ def print_cut(answer: "Answer") -> None:
 
 def print_sources(answer: "Answer") -> None:
     if not answer.sources:
-        out.print("\nNo sources: nothing is indexed yet (`ragkv index PATH`).")
+        out.print("\nNo sources.")  # `fallback` says why
         return
     table = Table("", "document", "chunk", "score", "title", box=None, title="Sources", title_justify="left")
     for i, source in enumerate(answer.sources, 1):

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ragkv.answer import Answer, AnswerEvent, Delta, Reasoning, Retrieved, Source, Timings, TokenOrigins, Usage
+from ragkv.server.json_body import JsonRoute
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import ANSWER_ERRORS, STREAM, Choices, Frame, Question, as_json, check_ready, error_of, respond
 
@@ -16,7 +17,9 @@ class AnswerRequest(Choices):
     """A question and its options, which default to the server's configuration."""
 
     question: Question
-    max_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Longest answer in tokens: a limit, also where the context has room for less"
+    )
     stream: bool = Field(
         False, description="Answer with server-sent events: `sources`, `reasoning`…, `delta`…, `done`, or `error`"
     )
@@ -39,20 +42,22 @@ class AnswerResponse(BaseModel):
     )
     sources: list[Source] = Field(description="In the order of the prompt")
     policy: str = Field(validation_alias=AliasPath("policy", "label"), description="The policy that was used")
-    fallback: str | None = Field(description="Why KV wasn't reused, if it wasn't")
+    fallback: str | None = Field(
+        description="What the answer lacks: KV that wasn't reused, sources that had no room or weren't found; else null"
+    )
     usage: Usage
     timings: Timings
     plan: PlanResponse | None = Field(description="What the controller chose; null if it wasn't asked")
     drift_estimate: float | None = Field(description="From full prefill's answer, in nats; null without `max_drift`")
     attempts: int = Field(description="How often the answer was begun, until its estimate was within `max_drift`")
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
     prompt: TokenOrigins | None = Field(
         validation_alias="origins", description="Where each prompt token's KV came from; null unless `explain`"
     )
 
 
 _STREAMED = {"answer", "reasoning_content", "sources"}  # fields that a stream has sent when it is done
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/answer", response_model=AnswerResponse, responses={200: STREAM, **ANSWER_ERRORS})

@@ -4,6 +4,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Securi
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragkv import __version__
 from ragkv.config import MAIN
@@ -54,12 +55,23 @@ async def metrics(request: Request, tenants: AllTenants) -> Response:
     return Response(tenants.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
+class HeadAsGet:
+    """ASGI middleware that answers HEAD as GET, wherever there is a GET. The HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+
+
 def create_app(tenants: Tenants) -> FastAPI:
     """Return the HTTP interface of open pipelines; the caller closes them."""
     config, holders = tenants.config.server, tenants.config.holders()
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
     app.state.tenants = tenants
     max_upload_bytes = round(config.max_upload_mib * (1 << 20))
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.max_pause_s)
     observe_requests(app)
     app.include_router(page())

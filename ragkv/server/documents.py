@@ -16,8 +16,9 @@ from ragkv.errors import DocumentError
 from ragkv.index.deletion import Deletion
 from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import Status
-from ragkv.retriever.catalog import DocumentInfo
+from ragkv.retriever.catalog import Catalog, DocumentInfo
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
+from ragkv.server.json_body import JsonRoute
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import Question, check_ready, errors
 from ragkv.store.eviction import HINTS, Hint
@@ -66,6 +67,15 @@ class DocumentWithChunks(DocumentInfo):
 
 
 @dataclass(frozen=True)
+class FileWithRecords:
+    """A JSONL file, each of whose records is a document."""
+
+    name: str
+    num_documents: int
+    documents: list[DocumentInfo]
+
+
+@dataclass(frozen=True)
 class NamedDeletion(Deletion):
     """What was deleted with the documents of a name: a JSONL file's name means all of its records."""
 
@@ -79,7 +89,7 @@ class SearchRequest(BaseModel):
     top_k: int | None = Field(None, ge=1, le=100, description="Chunks to return; default: the server's")
 
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", route_class=JsonRoute)
 
 
 @router.post("/documents", status_code=202, responses=errors(400, 408, 413, 422, 429, 503))
@@ -145,20 +155,19 @@ async def list_documents(
 async def get_document(
     tenant: CurrentTenant,
     name: str,
-    offset: Annotated[int, Query(ge=0, le=1 << 62, description="Chunks to skip")] = 0,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to return")] = 100,
-) -> DocumentWithChunks:
-    """Return a document and its chunks."""
-    titles = await run_sync(tenant.pipeline.catalog.titles, [name])
-    if not titles:
-        raise _no_document(name)
+    offset: Annotated[int, Query(ge=0, le=1 << 62, description="Chunks, or records, to skip")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Chunks, or records, to return")] = 100,
+) -> DocumentWithChunks | FileWithRecords:
+    """Return a document and its chunks, or the documents that a JSONL file's records are."""
+    infos = await run_sync(tenant.pipeline.catalog.document_infos, [name])
+    if not infos:
+        return await run_sync(_records, tenant.pipeline.catalog, name, offset, limit)
     chunks = await run_sync(tenant.pipeline.indexer.document_chunks, name)
-    num_tokens = sum(len(chunk.token_ids) for chunk, _ in chunks)
     shown = [
         ChunkResponse(ordinal=chunk.ordinal, num_tokens=len(chunk.token_ids), text=chunk.text, stored=stored)
         for chunk, stored in chunks[offset : offset + limit]
     ]
-    return DocumentWithChunks(name, titles[name], len(chunks), num_tokens, shown)
+    return DocumentWithChunks(**vars(infos[0]), chunks=shown)
 
 
 @router.delete("/documents/{name:path}", responses=errors(404, 409, 422))
@@ -166,8 +175,7 @@ async def delete_document(tenant: CurrentTenant, name: str) -> NamedDeletion:
     """Delete a document, its vectors and its KV before returning. An upload of it that isn't indexed yet is
     withdrawn."""
     withdrawn = await run_sync(tenant.uploads.withdraw, name)
-    known = await run_sync(tenant.pipeline.catalog.document_ids_of, name)
-    ids = withdrawn | {id for id in known if name in (id, source_file(id))}
+    ids = withdrawn | set(await run_sync(_ids_of, tenant.pipeline.catalog, name))
     if not ids:
         raise _no_document(name)
     deletion = await tenant.pipeline.indexer.delete(ids)
@@ -198,6 +206,18 @@ def _names(files: Sequence[UploadFile]) -> list[str]:
         if names.count(name) > 1:
             raise DocumentError(f"two files of the upload are named {name!r}; give each its own name")
     return names
+
+
+def _ids_of(catalog: Catalog, name: str) -> list[str]:
+    """Return the ids of the documents that a name means: its own, and those of a JSONL file's records."""
+    return [id for id in catalog.document_ids_of(name) if name in (id, source_file(id))]
+
+
+def _records(catalog: Catalog, name: str, offset: int, limit: int) -> FileWithRecords:
+    ids = _ids_of(catalog, name)
+    if not ids:
+        raise _no_document(name)
+    return FileWithRecords(name, len(ids), catalog.document_infos(ids[offset : offset + limit]))
 
 
 def _no_document(name: str) -> HTTPException:

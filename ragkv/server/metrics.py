@@ -1,13 +1,19 @@
 """Prometheus metrics at `/metrics`."""
 
+import logging
 import re
+from collections.abc import Iterable
 
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer
 from ragkv.background import Drift
 
+logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 1000  # of ignored fields that are logged; clients choose them
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)  # seconds
 _STAGE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5)
@@ -44,7 +50,9 @@ class Metrics:
         self.prompt = counter("prompt_tokens", "Where a prompt's KV came from: prefix, reused, recomputed", "source")
         self.memory = counter("memory_tokens", "Prompt tokens whose stored KV was in memory")
         self.completion = counter("completion_tokens", "Tokens generated")
-        self.fallbacks = counter("fallbacks", "Answers with less reuse than possible, by reason", "reason")
+        self.fallbacks = counter("fallbacks", "Answers with less reuse or fewer sources, by reason", "reason")
+        self.fields = counter("ignored_fields", "Fields of chat requests without effect; other: not OpenAI's", "field")
+        self._ignored: set[str] = set()
         self.estimates = histogram("drift_estimate", "Estimated drift of answers with a quality target, in nats", _KL)
         self.rejected = counter("rejected_answers", "Answers begun again, since their estimate was above the target")
         self.plans = counter("plans", "What the controller chose: fuse, fuse warm, prefill", "way")
@@ -65,6 +73,14 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Count fields of a request that had no effect, and log each name once."""
+        for name in names:
+            self.fields.labels(name if name in CompletionCreateParamsBase.__annotations__ else "other").inc()
+            if name not in self._ignored and len(self._ignored) < _MAX_NAMES:
+                self._ignored.add(name)
+                logger.warning("the field %.100r of chat requests is ignored", name)
 
     def answered(self, answer: Answer) -> None:
         usage, timings = answer.usage, answer.timings

@@ -1,6 +1,7 @@
 """The server's process: socket, signals, shutdown, and the engine's restarts."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -69,6 +70,8 @@ async def _serve(listener: socket.socket, open_tenants: Callable[[], AbstractAsy
         settings = uvicorn.Config(
             create_app(tenants), lifespan="off", timeout_graceful_shutdown=GRACE_S, log_config=None, access_log=False
         )
+        gc.collect()
+        gc.freeze()  # what lives as long as the server: to look through it takes seconds, in which no stream goes on
         host, port = listener.getsockname()[:2]
         logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         tenants.start()

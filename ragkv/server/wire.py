@@ -249,8 +249,13 @@ async def _on_http_error(request: Request, error: HTTPException) -> JSONResponse
 
 
 async def _on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-    problems = [f"{'.'.join(map(str, detail['loc'][1:])) or 'body'}: {detail['msg']}" for detail in error.errors()]
-    return JSONResponse(error_body("InvalidRequest", "; ".join(problems)), 422)
+    return JSONResponse(error_body("InvalidRequest", "; ".join(map(_problem, error.errors()))), 422)
+
+
+def _problem(detail: dict[str, Any]) -> str:
+    if detail["type"] == "json_invalid":
+        return f"body: no JSON object: {detail['ctx']['error']}"
+    return f"{'.'.join(map(str, detail['loc'][1:])) or 'body'}: {detail['msg']}"
 
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -385,6 +386,14 @@ def make_answer(policy: str = "query:0.05", ttft_ms: float = 50.0, text: str = "
     usage = Usage(prompt_tokens=2000, prefix_tokens=0, reused_tokens=1900, recomputed_tokens=100, completion_tokens=9)
     source = Source("/docs/a [red].md", "A [bold] title", chunk=3, ordinal=12, score=0.512, text="…")
     return Answer(text, [source], Policy.parse(policy), usage, Timings(ttft_ms=ttft_ms, load_ms=12.0), "stop")
+
+
+def test_why_there_are_no_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = replace(make_answer(), sources=[], fallback="3 of 3 sources left out: no room")
+    output.print_sources(answer)
+    output.print_timings([answer])
+    found = capsys.readouterr().out
+    assert "No sources.\n" in found and "fallback: 3 of 3 sources left out: no room" in found and "index" not in found
 
 
 def test_sources_and_timings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+import threading
 import time
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Reasoning, Retrieved, Sampling, Turn
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
-from ragkv.errors import ContextTooLongError, StoreError
+from ragkv.errors import ContextTooLongError, EngineStoppedError, StoreError
 from ragkv.pipeline import Pipeline
 from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt, PromptLayout
@@ -255,6 +257,49 @@ def test_chunks_that_do_not_fit_are_left_out(runner, pipeline):
     first, *_, answer = runner.run(events_of(pipeline, "bee " * 1500, top_k=50))
     assert 0 < len(first.sources) < 50
     assert answer.usage.prompt_tokens + 12 <= 2048
+    assert re.match(r"\d+ of \d+ sources left out: the context of 2048 tokens has no room for them", answer.fallback)
+
+
+def test_where_nothing_is_indexed_the_answer_says_so(runner, pipeline):
+    first, *_, answer = runner.run(events_of(pipeline.for_tenant("nobody"), QUESTIONS[0]))
+    assert first.sources == answer.sources == [] and answer.text
+    assert answer.fallback.startswith("nothing is indexed, so the answer rests on no document: upload some, or run")
+
+
+def test_max_tokens_is_a_limit(runner, pipeline):
+    """It takes sources no room that it may not need, and the question none at all."""
+    first, *_, answer = runner.run(events_of(pipeline, QUESTIONS[1], max_tokens=100_000, top_k=6))
+    assert len(first.sources) == 6 and answer.fallback is None and answer.finish_reason == "stop"
+    *_, answer = runner.run(events_of(pipeline, "bee " * 1900, max_tokens=100_000))
+    assert answer.sources == [] and answer.fallback.startswith("6 of 6 sources left out")
+    usage = answer.usage
+    assert answer.finish_reason == "stop" or usage.prompt_tokens + usage.completion_tokens == 2048
+
+
+def test_questions_are_tokenised_and_fitted_beside_the_event_loop(runner, pipeline, monkeypatch):
+    threads, encode = set(), pipeline.workspace.layout._encode
+    monkeypatch.setattr(
+        pipeline.workspace.layout,
+        "_encode",
+        lambda *args, **how: threads.add(threading.current_thread()) or encode(*args, **how),
+    )
+    asked = Conversation(QUESTIONS[2], (Turn("bee " * 200_000, "wax " * 200_000), Turn(QUESTIONS[0], "Very.")))
+    *_, answer = runner.run(events_of(pipeline, asked, explain=True))
+    assert answer.sources[0].title == "bees" and answer.usage.prompt_tokens < 2048
+    assert threads and threading.main_thread() not in threads
+
+
+def test_an_answer_that_vllm_gives_up_is_an_error(runner, pipeline, monkeypatch):
+    engine = runner.run(pipeline.start())
+    generate = engine.generate
+
+    async def aborted(*args, **options):
+        async for output in generate(*args, **options):
+            yield replace(output, finish_reason=output.finish_reason and "abort")
+
+    monkeypatch.setattr(engine, "generate", aborted)
+    with pytest.raises(EngineStoppedError, match="before its answer was complete"):
+        runner.run(events_of(pipeline, QUESTIONS[0]))
 
 
 def test_lost_kv_costs_time_and_is_made_again_by_the_next_index(runner, pipeline, corpus):

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import openai
 import pytest
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from server_harness import ANSWER, SCRIPT
 
@@ -15,6 +17,13 @@ from ragkv.policies import Policy
 
 MODEL = "smollm2-135m-instruct"
 ASKED = [{"role": "user", "content": "who?"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+CALLED = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "21 degrees"},
+    {"role": "assistant", "content": "b"},
+]
 
 
 @pytest.fixture
@@ -89,6 +98,28 @@ def test_the_end_is_marked_and_pieces_come_as_they_are_made(pipeline, client) ->
             ],
             Conversation("f\n\ng", (Turn("a", "b"), Turn("c\nd", "e")), "Be kind.\n\nBe brief."),
         ),
+        ([*ASKED, {"role": "system", "content": "Be kind."}], Conversation("who?", (), "Be kind.")),
+        ([*CALLED, {"role": "user", "content": "c"}], Conversation("c", (Turn("a\n\n21 degrees", "b"),))),
+        (CALLED[:3], Conversation("a\n\n21 degrees")),
+        (
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {"role": "function", "name": "f", "content": "1"},
+            ],
+            Conversation("a\n\n1"),
+        ),
+        (
+            [
+                {"role": "system", "content": ""},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning_content": "hm"},
+                {"role": "user", "content": ["b", {"type": "text", "text": "c", "cache_control": {}}]},
+                {"role": "user", "content": ""},
+                {"role": "assistant", "content": None},
+            ],
+            Conversation("b\nc", (Turn("a", "No."),)),
+        ),
     ],
 )
 def test_messages_are_a_conversation(pipeline, client, messages, expected) -> None:
@@ -111,11 +142,14 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, ope
         presence_penalty=0.2,
         n=1,
         user="me",
-        extra_body={"ragkv": {"policy": "none", "budget": 0, "top_k": 9, "hint": "pin"}},
+        extra_body={
+            "ragkv": {"policy": "none", "budget": 0, "top_k": 9, "hint": "pin"},
+            **{"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2},
+        },
     )
     (_, plain), (_, chosen) = pipeline.asked
     assert plain == AnswerOptions(Policy("query", 0.2), top_k=3, max_tokens=40)
-    sampling = Sampling(0.5, 0.9, 3, ("\n",), 0.1, 0.2)
+    sampling = Sampling(0.5, 0.9, 3, ("\n",), 0.1, 0.2, 1.2, -1, 0.1)
     assert chosen == AnswerOptions(Policy("none", 0), top_k=9, max_tokens=7, hint="pin", sampling=sampling)
 
 
@@ -128,12 +162,42 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, ope
             "messages: Value error, the last message must be the user's",
         ),
         ({"messages": [*ASKED, {"role": "assistant", "content": "I"}]}, "messages: Value error, the last message"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content"),
-        ({"tools": [{"type": "function"}]}, "body: Value error, tools can't be used here: leave it out"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages: Value error, the last message"),
+        ({"messages": [*CALLED, CALLED[2]]}, "messages: Value error, the last message"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages: Value error, the last message"),
+        ({"messages": 5}, "messages: Input should be a valid list"),
+        ({"messages": {"role": "user"}}, "messages: Input should be a valid list"),
+        ({"messages": [5]}, "messages.0: "),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content."),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content."),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content."),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages.0.content: Value error, a part of type 'image_url' can't be read here; send text only",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}]},
+            "body: Value error, messages have more than 10000 parts",
+        ),
+        ({"tool_choice": "required"}, "body: Value error, tool_choice can't be used here: leave it out"),
+        ({"tool_choice": CALL}, "body: Value error, tool_choice can't be used here: leave it out"),
+        ({"continue_final_message": True}, "body: Value error, continue_final_message can't be used here"),
+        ({"guided_choice": ["a"]}, "body: Value error, guided_choice can't be used here: leave it out"),
+        ({"logit_bias": {"5": 1}}, "body: Value error, logit_bias can't be used here"),
+        ({"response_format": {"type": "json_schema", "x": "y" * 9999}}, "body: Value error, response_format can't"),
+        ({"stop": ""}, "stop.constrained-str: String should have at least 1 character"),
+        ({"stop": ["\n", ""]}, "stop.constrained-str: Input should be a valid string; stop.list"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop.constrained-str: Input should be a valid string; stop.list"),
+        ({"stop": "x" * 1001}, "stop.constrained-str: String should have at most 1000 characters"),
+        ({"top_k": -2}, "top_k: Input should be greater than or equal to -1"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"presence_penalty": 2.1}, "presence_penalty: Input should be less than or equal to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0"),
+        ({"seed": 1 << 63}, "seed: Input should be less than 9223372036854775808"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: Input should be greater than or equal to 1"),
         ({"n": 2}, "body: Value error, n can't be used here: leave it out; 1 is accepted"),
         ({"response_format": {"type": "json_object"}}, "body: Value error, response_format can't be used"),
-        ({"temprature": 1}, "temprature: Extra inputs are not permitted"),
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
         ({"ragkv": {"top_k": 0}}, "ragkv.top_k: "),
         ({"ragkv": {"policy": "cachblend"}}, "unknown policy 'cachblend'"),
@@ -146,17 +210,27 @@ def test_what_cannot_be_used_is_named(pipeline, openai_client, fields, named) ->
     assert not pipeline.asked
 
 
-def test_fields_without_effect_are_ignored(openai_client) -> None:
-    nothing = {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}
-    extra = {**nothing, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "logit_bias": {}}
-    assert openai_client.chat.completions.create(model=MODEL, messages=ASKED, extra_body=extra).choices
+def test_other_fields_are_ignored_and_counted(own_client, caplog) -> None:
+    """Among them those that clients send by default; a name that anybody may choose is logged once, and no label."""
+    nothing = {"n": 1, "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False, "stop": []}
+    tools = {"tools": [{"type": "function", "function": {"name": "f" * 9999}}], "parallel_tool_calls": True}
+    extra = {"store": True, "metadata": {"a": "b"}, "temprature": 1, "keep_alive": "5m", "logit_bias": {}}
+    for _ in range(2):
+        body = {"messages": ASKED, **nothing, **tools, **extra, "max_tokens": None, "stream_options": None}
+        assert own_client.post("/v1/chat/completions", json=body).status_code == 200
+    found = own_client.get("/metrics").text
+    counted = dict(re.findall(r'ragkv_ignored_fields_total{field="(.*?)"} (\S+)', found))
+    assert counted == {**dict.fromkeys(("tools", "parallel_tool_calls", "store", "metadata"), "2.0"), "other": "4.0"}
+    assert [r.getMessage() for r in caplog.records].count("the field 'temprature' of chat requests is ignored") == 1
 
 
 def test_the_model_is_listed_and_no_other_is_served(openai_client) -> None:
     (card,) = openai_client.models.list().data
     assert (card.id, card.owned_by) == (MODEL, "ragkv")
-    with pytest.raises(openai.NotFoundError, match=f"gpt-9 isn't served here; it is {MODEL}"):
-        openai_client.chat.completions.create(model="gpt-9", messages=ASKED)
+    assert openai_client.models.retrieve(MODEL) == card
+    for call in (openai_client.chat.completions.create, lambda model, messages: openai_client.models.retrieve(model)):
+        with pytest.raises(openai.NotFoundError, match=f"org/gpt-9 isn't served here; it is {MODEL}"):
+            call(model="org/gpt-9", messages=ASKED)
 
 
 def test_errors_before_and_in_a_stream(pipeline, openai_client) -> None:
@@ -178,6 +252,19 @@ def test_langchain_asks_and_streams(client, pipeline) -> None:
     assert message.content == ANSWER.text and message.usage_metadata["input_tokens"] == 30
     assert pipeline.asked[0][0] == Conversation("c", (Turn("a", "b"),), "Be kind.")
     assert "".join(chunk.content for chunk in model.stream("who?")) == "Grüße,\n world"
+
+
+def test_langchain_goes_on_after_a_tool_that_it_called_elsewhere(client, pipeline) -> None:
+    model = ChatOpenAI(base_url=f"{client.base_url}/v1", api_key="none", model=MODEL, max_retries=0)
+    call = {"name": "weather", "args": {}, "id": "1"}
+    said = [HumanMessage("a"), AIMessage("", tool_calls=[call]), ToolMessage("21 degrees", tool_call_id="1")]
+    tool = {"name": "weather", "description": "Tell it", "parameters": {"type": "object", "properties": {}}}
+    assert model.bind_tools([tool]).invoke(said).content == ANSWER.text
+    model.invoke([*said, AIMessage("b"), HumanMessage("c")])
+    asked = [conversation for conversation, _ in pipeline.asked]
+    assert asked == [Conversation("a\n\n21 degrees"), Conversation("c", (Turn("a\n\n21 degrees", "b"),))]
+    with pytest.raises(openai.UnprocessableEntityError, match="tool_choice can't be used here"):
+        model.bind_tools([tool], tool_choice="weather").invoke("who?")
 
 
 def test_the_interface_describes_both_forms(client) -> None:

@@ -74,10 +74,18 @@ def test_records_of_a_jsonl_file(client) -> None:
     lines = b'{"id": "a", "text": "one"}\n{"id": "b#2", "text": "two"}\n{"text": "three"}\n'
     assert finished(client, upload(client, ("all.jsonl", lines)))["report"]["documents_new"] == 3
     assert names(client) == ["all.jsonl#3", "all.jsonl#a", "all.jsonl#b#2"]
+    file = client.get("/v1/documents/all.jsonl").json()
+    assert (file["name"], file["num_documents"]) == ("all.jsonl", 3)
+    assert [each["name"] for each in file["documents"]] == ["all.jsonl#3", "all.jsonl#a", "all.jsonl#b#2"]
+    assert file["documents"][1] == {"name": "all.jsonl#a", "title": "all.jsonl#a", "num_chunks": 1, "num_tokens": 3}
+    page = client.get("/v1/documents/all.jsonl", params={"offset": 1, "limit": 1}).json()
+    assert (page["num_documents"], [each["name"] for each in page["documents"]]) == (3, ["all.jsonl#a"])
+    assert client.get("/v1/documents/all.jsonl%23a").json()["chunks"][0]["text"] == "one"
     assert client.delete("/v1/documents/all.jsonl%23b%232").json()["documents"] == ["all.jsonl#b#2"]
     report = finished(client, upload(client, ("all.jsonl", b'{"id": "a", "text": "one"}\n')))["report"]
     assert (report["documents_unchanged"], report["documents_removed"]) == (1, 1)
     assert client.delete("/v1/documents/all.jsonl").json()["documents"] == ["all.jsonl#a"]
+    assert client.get("/v1/documents/all.jsonl").status_code == 404
 
 
 def test_pages_of_the_list(client) -> None:

@@ -145,6 +145,7 @@ def test_a_body_that_is_no_request(client, body: bytes) -> None:
     response = client.post("/v1/answer", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 422
     assert response.json()["error"]["type"] == "InvalidRequest"
+    assert response.json()["error"]["message"].startswith("body: no JSON object: " if body else "body: ")
 
 
 def test_a_body_that_is_not_unicode(client) -> None:
@@ -217,6 +218,19 @@ def test_ready(client) -> None:
     assert client.get("/healthz").json()["counters"]["corrupt_chunks"] == 1
 
 
+@pytest.mark.parametrize("path", ["/", "/page/main.js", "/healthz", "/readyz", "/v1/models", "/metrics", "/docs"])
+def test_head_is_get_without_the_body(client, path) -> None:
+    head, got = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"") and got.content
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_head_says_what_get_would(pipeline, client) -> None:
+    pipeline.is_ready = False
+    assert (client.head("/readyz").status_code, client.head("/v1/nothing").status_code) == (503, 404)
+    assert client.head("/v1/answer").status_code == 405
+
+
 def test_unknown_paths_and_methods(client) -> None:
     assert client.get("/v1/nothing").status_code == 404
     assert client.get("/v1/nothing").json() == {"error": {"type": "NotFound", "message": "Not Found"}}
@@ -280,7 +294,7 @@ def test_a_host_that_is_not_ours(host: str) -> None:
 
 
 SLOW_SERVER = textwrap.dedent("""
-    import asyncio, sys
+    import asyncio, gc, sys
     from contextlib import asynccontextmanager
     from pathlib import Path
     from ragkv.answer import Answer, Retrieved, Timings, Usage
@@ -308,7 +322,7 @@ SLOW_SERVER = textwrap.dedent("""
 
         async def close(self):
             await asyncio.sleep(0)
-            print("closed", flush=True)
+            print("frozen" if gc.get_freeze_count() else "collected", "closed", flush=True)
 
     @asynccontextmanager
     async def open_tenants():
@@ -355,7 +369,7 @@ def test_sigterm_lets_answers_finish_and_closes_the_pipeline(tmp_path, stream) -
             process.send_signal(signal.SIGTERM)
             assert ('"finish_reason": "stop"' if stream else '"answer":"late"') in response.result().text
         out, err = process.communicate(timeout=10)
-        assert out.endswith("closed\n") and "Traceback" not in err
+        assert out.endswith("frozen closed\n") and "Traceback" not in err
         assert process.returncode == 0
 
 

@@ -122,7 +122,7 @@ function showDone(done, body) {
     `first token after ${milliseconds(timings.ttft_ms)}`,
     `${count(usage.completion_tokens)} tokens in ${milliseconds(timings.total_ms)}`,
     ...cut,
-    ...(done.fallback ? [`not all was reused: ${done.fallback}`] : []),
+    ...(done.fallback ? [done.fallback] : []),
   ];
   byId("answer-facts").replaceChildren(...facts.map((fact) => element("li", {}, fact)));
   showTimes(done, () => measured(body));
