@@ -12,7 +12,8 @@ from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 
 _PROC, _SHARED = Path("/proc"), Path("/dev/shm")
-_KINDS = {"psm_*": "shared_memory", "sem.mp-*": "semaphore"}  # as multiprocessing names their files and calls them
+# As multiprocessing names their files and calls them; loky, which comes with the embedder, changes the prefix.
+_KINDS = {"psm_*": "shared_memory", "sem.mp-*": "semaphore", "sem.loky-*": "semaphore"}
 _MAPPED = re.compile(rf" (\d+) +{_SHARED}/")
 
 

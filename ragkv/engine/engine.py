@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import time
 import uuid
 from collections import Counter
@@ -209,7 +210,16 @@ def _launcher(
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return partial(AsyncLLM.from_engine_args, AsyncEngineArgs(**{**arguments, **more}))
+    return partial(_launch, AsyncLLM, AsyncEngineArgs(**{**arguments, **more}))
+
+
+def _launch(client: Any, arguments: Any) -> Any:
+    """Start vLLM's processes. They inherit the thread's signal mask: Ctrl-C in a terminal is for the command alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return client.from_engine_args(arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
