@@ -3,8 +3,10 @@
 Nothing heavy is imported before a command needs it: torch and vLLM take seconds.
 """
 
+import atexit
+import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -83,4 +85,17 @@ def main() -> None:
         app()
     except RagKVError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _end(1)
+    except SystemExit as exit:
+        _end(exit.code if isinstance(exit.code, int) else int(exit.code is not None))
+
+
+def _end(status: int) -> NoReturn:
+    """End the process. All that it had open is closed; where vLLM was imported, Python isn't taken down piece by piece:
+    that takes seconds, and extension modules complain of the order."""
+    if "vllm" in sys.modules:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
