@@ -80,8 +80,9 @@ def ask(
     """Answer a question from the indexed documents."""
     from ragkv.answer import AnswerOptions
     from ragkv.policies import Policy
+    from ragkv.retriever.documents import is_visible
 
-    if not question.strip():
+    if not is_visible(question):
         raise ConfigError("the question is blank")
     options = AnswerOptions(
         Policy.of(config.answer.policy, config.answer.budget),

@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ragkv.answer import Answer, AnswerEvent, Conversation, Delta, Retrieved, Sampling, Turn
+from ragkv.retriever.documents import is_visible
 from ragkv.server.answers import AnswerResponse
 from ragkv.server.tenants import AllTenants, CurrentTenant
 from ragkv.server.wire import (
@@ -117,7 +118,7 @@ class ChatRequest(BaseModel):
     @field_validator("messages")
     @classmethod
     def _asks(cls, messages: list[Message]) -> list[Message]:
-        if messages[-1].role != "user" or not messages[-1].text.strip():
+        if messages[-1].role != "user" or not is_visible(messages[-1].text):
             raise ValueError("the last message must be the user's, with some text: the question")
         return messages
 
