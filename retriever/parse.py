@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES, CPU_S = 2 << 30, 120  # of the process; for each of its files
 _SWELLING, _LEAST_OUTPUT = 8, 64 << 20  # a file's documents may have 8 times its bytes and 64 MiB
+_MOST_SAID = 1000  # bytes of a process' last words that are logged
 _BOUNDS = f"{MEMORY_BYTES >> 30} GiB of memory, {CPU_S} s or {_SWELLING} times its size"
 _LOG_BYTES = 1 << 20  # what the process may write into files: what its libraries complain of
 
@@ -95,7 +96,7 @@ class Reader:
         self._process = None
         self._log.seek(0)
         if code is not None and not self._stopped:
-            said = self._log.read().decode(errors="replace")
+            said = self._log.read(_MOST_SAID).decode(errors="replace")
             logger.warning("a reader of documents ended with status %s: %s", code, said)
         self._log.seek(0)
         self._log.truncate()

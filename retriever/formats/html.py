@@ -40,8 +40,6 @@ _INLINE = [  # what is written without a mark of its own
     *("kbd", "label", "mark", "s", "samp", "small", "span", "strike", "strong", "sub", "sup", "time", "tt", "u", "var"),
     "wbr",
 ]
-_IS_NESTED = "table:has(table tr + tr)"
-_IS_ONE_COLUMN = "table:not(:has(td + td, td + th, th + td, th + th))"
 _SPACE = re.compile(r"(?P<pre><pre\b.*?</pre>)|[ \t\n\f\r]{2,}|[\t\n\f\r]", re.S)  # as one blank, but in `pre`
 _DECLARATION = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?\b(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
 _DECLARED_WITHIN = 4096  # bytes; browsers look at 1024
@@ -68,7 +66,7 @@ def read_html(html: str) -> tuple[str, str]:
         node.insert_before(" ")
         node.insert_after(" ")
     tree.unwrap_tags(_INLINE, delete_empty=True)
-    for table in tree.css(f"{_IS_NESTED}, {_IS_ONE_COLUMN}"):
+    for table in _layout_tables(tree):
         _unwrap_table(tree, table)
     body = (tree.body.html if tree.body else None) or ""
     done = convert(_SPACE.sub(lambda space: space["pre"] or " ", body), _OPTIONS)
@@ -78,15 +76,31 @@ def read_html(html: str) -> tuple[str, str]:
     return title.strip() or first_heading(text), text
 
 
+def _layout_tables(tree: LexborHTMLParser) -> list[LexborNode]:
+    """Return the tables that are there for the look of the page: of one column, or around a table of several rows."""
+    tables, around = tree.css("table"), set[int]()
+    for table in tables:
+        node = table.parent if len(_rows(table)) > 1 else None
+        while node is not None and node.mem_id not in around:
+            around.add(node.mem_id)
+            node = node.parent
+    return [
+        table for table in tables if table.mem_id in around or all(len(list(row.iter())) < 2 for row in _rows(table))
+    ]
+
+
 def _unwrap_table(tree: LexborHTMLParser, table: LexborNode) -> None:
-    """Make paragraphs of the cells: the table is there for the look of the page, not for its rows."""
-    parts = [table, *table.iter()]
-    rows = [node for part in parts[1:] for node in part.iter() if node.tag == "tr"]
+    """Make paragraphs of the cells."""
+    rows = _rows(table)
     cells = [cell for row in rows for cell in row.iter()]
-    for node in (*cells, *rows, *reversed(parts)):
+    for node in (*cells, *rows, *table.iter(), table):
         node.insert_before(tree.create_node("p"))
         node.insert_after(tree.create_node("p"))
         node.unwrap(delete_empty=True)
+
+
+def _rows(table: LexborNode) -> list[LexborNode]:
+    return [row for part in table.iter() for row in part.iter() if row.tag == "tr"]
 
 
 def _decode(data: bytes) -> str:
