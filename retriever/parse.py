@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -91,13 +92,12 @@ class Reader:
         if self._process is None:
             return
         with self._process as process:  # closes its pipes and waits for it
-            code = process.poll()
-            process.kill()
+            process.kill()  # which means nothing to one that has ended
         self._process = None
         self._log.seek(0)
-        if code is not None and not self._stopped:
+        if process.returncode != -signal.SIGKILL:
             said = self._log.read(_MOST_SAID).decode(errors="replace")
-            logger.warning("a reader of documents ended with status %s: %s", code, said)
+            logger.warning("a reader of documents ended with status %s: %s", process.returncode, said)
         self._log.seek(0)
         self._log.truncate()
 

@@ -279,7 +279,7 @@ class Indexer:
         folders = [document_name(str(path.expanduser().resolve())) for path in paths if path.is_dir()]
         missing = []
         for id in self._catalog.document_ids():
-            file = id if id in scan.files else source_file(id)
+            file = document_name(id if id in scan.files else source_file(id))
             is_read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
             if is_read and id not in scan.documents and file not in scan.rejected:
                 missing.append(id)
