@@ -89,6 +89,8 @@ def _walk(directory: Path) -> Iterator[Path]:
 def _named_file(path: Path) -> Path:
     if not path.exists():
         raise DocumentError(f"{str(path)!r} doesn't exist; give a directory or a file ({', '.join(SUFFIXES)})")
+    if not path.is_file():  # reading a pipe or a device may never end
+        raise DocumentError(f"{str(path)!r} isn't a regular file; copy its content into one")
     if path.suffix.lower() not in SUFFIXES:
         raise unsupported(path)
     return path

@@ -79,6 +79,8 @@ class Reader:
             )
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
         if self._process is None:
             command, pipe = (sys.executable, "-P", "-m", __name__), subprocess.PIPE
             # A process group of its own: Ctrl-C is for this process, which ends that one.
@@ -91,7 +93,7 @@ class Reader:
         """End the process, and log what it said if it has ended by itself."""
         if self._process is None:
             return
-        with self._process as process:  # closes its pipes and waits for it
+        with suppress(BrokenPipeError), self._process as process:  # closes its pipes and waits for it
             process.kill()  # which means nothing to one that has ended
         self._process = None
         self._log.seek(0)

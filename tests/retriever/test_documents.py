@@ -49,6 +49,13 @@ def test_find_files_names_what_it_cannot_take(tmp_path: Path, name: str) -> None
     assert all(suffix in str(error.value) for suffix in SUFFIXES)
 
 
+def test_find_files_takes_no_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_files([tmp_path]) == []
+    with pytest.raises(DocumentError, match="regular file"):
+        find_files([tmp_path / "pipe.txt"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_rights_are_reported(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0)

@@ -37,6 +37,10 @@ def test_one_process_reads_many_files(tmp_path: Path) -> None:
         (named,) = reader.read(tmp_path / "b.jsonl", "re\u0301sume\u0301.txt")
         assert isinstance(named, Document) and named.id == "r\u00e9sum\u00e9.txt" and "three" in named.text
         assert reader._process is process
+        process.kill()  # whoever does it: no file is to blame
+        process.wait()
+        assert read(reader, tmp_path / "a.txt") == ["one\u2028ä"]
+        process = reader._process
     assert process.poll() is not None
 
 
