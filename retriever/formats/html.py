@@ -53,6 +53,16 @@ def parse_html(data: bytes) -> tuple[str, str]:
 
 def read_html(html: str) -> tuple[str, str]:
     """Return the title and the Markdown of a page."""
+    title, body = _content(html)
+    done = convert(_SPACE.sub(lambda space: space["pre"] or " ", body), _OPTIONS)
+    if done.warnings:
+        raise DocumentError(f"its HTML can't be read ({done.warnings[0].message}); save it as text")
+    text = re.sub(r"[ \t]+$", "", done.content or "", flags=re.M)
+    return title.strip() or first_heading(text), text
+
+
+def _content(html: str) -> tuple[str, str]:
+    """Return the title, and as HTML what of the page is text; the tree, which takes much memory, is gone by then."""
     tree = LexborHTMLParser(html)
     heading = tree.css_first("title:not(svg title)")
     title = heading.text() if heading else ""
@@ -68,12 +78,7 @@ def read_html(html: str) -> tuple[str, str]:
     tree.unwrap_tags(_INLINE, delete_empty=True)
     for table in _layout_tables(tree):
         _unwrap_table(tree, table)
-    body = (tree.body.html if tree.body else None) or ""
-    done = convert(_SPACE.sub(lambda space: space["pre"] or " ", body), _OPTIONS)
-    if done.warnings:
-        raise DocumentError(f"its HTML can't be read ({done.warnings[0].message}); save it as text")
-    text = re.sub(r"[ \t]+$", "", done.content or "", flags=re.M)
-    return title.strip() or first_heading(text), text
+    return title, (tree.body.html if tree.body else None) or ""
 
 
 def _layout_tables(tree: LexborHTMLParser) -> list[LexborNode]:
