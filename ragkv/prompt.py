@@ -19,7 +19,7 @@ from ragkv.reasoning import ends_in_reasoning
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
 _ASKING = "Answer this question in one or two sentences, using only the documents above: "
-_UNDATED = "given with the question"  # where a chat template prints today's date (docs/decisions/0022)
+_UNDATED = "given with the question"  # where a chat template prints today's date (docs/decisions/0023)
 _PIECE = 1 << 13  # characters
 _CUT = 2  # how many tokens more a text may have because it was cut between two pieces
 _CHUNKS, _QUESTION, _ANSWER = (f"\u241e{part}\u241e" for part in ("chunks", "question", "answer"))  # until encoded

@@ -1,4 +1,4 @@
-"""Finds files and turns them into documents of plain text or Markdown. Knows nothing about chunks or indexes."""
+"""Documents, their names, and the files that they are read from. Knows nothing about chunks or indexes."""
 
 import hashlib
 import json
@@ -8,20 +8,16 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import regex
 
 from ragkv.errors import DocumentError
-from ragkv.retriever import formats
 
-_PARSERS = {
-    ".txt": formats.parse_text,
-    ".md": formats.parse_markdown,
-    ".markdown": formats.parse_markdown,
-    ".html": formats.parse_html,
-    ".htm": formats.parse_html,
-    ".pdf": formats.parse_pdf,
-}
-SUFFIXES = (*_PARSERS, ".jsonl")
+SUFFIXES = (
+    *(".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf", ".docx", ".pptx", ".xlsx", ".epub"),
+    *(".csv", ".json", ".jsonl"),
+)
+_VISIBLE = regex.compile(r"[^\s\p{C}\p{Default_Ignorable_Code_Point}\u2800]")
 _JSONL_RECORD = re.compile(r"(.*?\.jsonl)#", re.IGNORECASE | re.DOTALL)
 
 
@@ -29,7 +25,8 @@ _JSONL_RECORD = re.compile(r"(.*?\.jsonl)#", re.IGNORECASE | re.DOTALL)
 class Document:
     """A text to index.
 
-    id: the file's absolute path, or the name it was given; for a record of a JSONL file `path#<id or line number>`.
+    id: the file's absolute path, or the name it was given, in the form of `document_name`; for a record of a JSONL file
+    `path#<id or line number>`.
     """
 
     id: str
@@ -42,6 +39,16 @@ class Document:
         """A hash of the content (title, text, kind), whatever the id."""
         content = json.dumps([self.title, self.text, self.markdown])
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def document_name(name: str) -> str:
+    """Return the one form (NFC) of a name or path that may be written in several ways: macOS takes "é" apart."""
+    return unicodedata.normalize("NFC", name)
+
+
+def is_visible(text: str) -> bool:
+    """Return whether there is anything to read in a text: blanks and zero-width characters are nothing."""
+    return _VISIBLE.search(text) is not None
 
 
 def source_file(document_id: str) -> str:
@@ -63,29 +70,8 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
             for file in _walk(path) if path.is_dir() else [_named_file(path)]:
                 files.setdefault(file.resolve(), file.absolute())
         except OSError as error:
-            raise _unreadable(Path(error.filename or path), error) from error
+            raise unreadable(Path(error.filename or path), error) from error
     return list(files.values())
-
-
-def load_file(path: str | Path, name: str | None = None) -> Iterator[Document | DocumentError]:
-    """Yield the file's documents, and a DocumentError in the place of each one that can't be indexed.
-
-    name: what the file is called, if not by its path; decides what kind it is. Never raises DocumentError: a bad record
-    doesn't cost the good ones around it. JSONL is read line by line.
-    """
-    path = Path(path)
-    try:
-        if str(path).encode(errors="replace").decode() != str(path):
-            raise DocumentError(f"the file name {str(path)!r} isn't UTF-8; rename the file")
-        shown, id = (str(path), str(path.resolve())) if name is None else (name, name)
-        if Path(shown).suffix.lower() == ".jsonl":
-            yield from _load_jsonl(path, shown, id)
-        else:
-            yield _load_whole(path, shown, id)
-    except DocumentError as error:
-        yield error
-    except OSError as error:
-        yield _unreadable(path, error)
 
 
 def _walk(directory: Path) -> Iterator[Path]:
@@ -103,76 +89,16 @@ def _walk(directory: Path) -> Iterator[Path]:
 def _named_file(path: Path) -> Path:
     if not path.exists():
         raise DocumentError(f"{str(path)!r} doesn't exist; give a directory or a file ({', '.join(SUFFIXES)})")
+    if not path.is_file():  # reading a pipe or a device may never end
+        raise DocumentError(f"{str(path)!r} isn't a regular file; copy its content into one")
     if path.suffix.lower() not in SUFFIXES:
         raise unsupported(path)
     return path
-
-
-def _load_whole(path: Path, shown: str, id: str) -> Document:
-    suffix = Path(shown).suffix.lower()
-    if suffix not in _PARSERS:
-        raise unsupported(shown)
-    try:
-        title, text = _PARSERS[suffix](path.read_bytes())
-        return Document(id, _line(title) or Path(shown).name, _clean(text), _PARSERS[suffix] is formats.parse_markdown)
-    except DocumentError as error:
-        raise DocumentError(f"{shown!r}: {error}") from error
-
-
-def _load_jsonl(path: Path, shown: str, id: str) -> Iterator[Document | DocumentError]:
-    line_of: dict[str, int] = {}  # record id -> line number
-    blank = True
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            blank = False
-            try:
-                yield _load_record(id, number, line, line_of)
-            except DocumentError as error:
-                yield DocumentError(f"{shown!r}, line {number}: {error}")
-    if blank:
-        raise DocumentError(f"{shown!r}: it's empty; remove it or give it text")
-
-
-def _load_record(file: str, number: int, line: bytes, line_of: dict[str, int]) -> Document:
-    """Turn one line into a document, and enter its id into `line_of`."""
-    try:
-        record: Any = json.loads(formats.decode(line))
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"it isn't JSON ({error}); write one object per line") from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DocumentError('it has no "text"; write {"text": "...", "id": "...", "title": "..."} (id, title optional)')
-    name = _line(str(record.get("id", ""))) or str(number)
-    text = _clean(record["text"])
-    if (earlier := line_of.setdefault(name, number)) != number:
-        raise DocumentError(f"the id {name!r} is also that of line {earlier}; give each record its own")
-    title = _line(str(record.get("title") or f"{Path(file).name}#{name}"))
-    return Document(f"{file}#{name}", title, text, False)
-
-
-def _clean(text: str) -> str:
-    """Bring newlines and Unicode to one form. Raises DocumentError if nothing to read is left."""
-    text = _unicode(text).replace("\r\n", "\n").replace("\r", "\n").strip("\n").rstrip()
-    if not text.strip():
-        raise DocumentError("it's empty; remove it or give it text")
-    return text
-
-
-def _line(text: str) -> str:
-    """Make one clean line of a title or an id; "" if nothing is left."""
-    return " ".join(_unicode(text).split())
-
-
-def _unicode(text: str) -> str:
-    """Return NFC without the lone surrogates and NULs that JSON and PDF can hold, but UTF-8 and SQLite can't."""
-    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return unicodedata.normalize("NFC", text.replace("\x00", ""))
 
 
 def unsupported(name: str | Path) -> DocumentError:
     return DocumentError(f"{str(name)!r} is of a kind that can't be read; supported: {', '.join(SUFFIXES)}")
 
 
-def _unreadable(path: Path, error: OSError) -> DocumentError:
+def unreadable(path: Path, error: OSError) -> DocumentError:
     return DocumentError(f"can't read {str(path)!r} ({error.strerror or error}); check the path and its rights")

@@ -16,6 +16,7 @@ from ragkv.cli.output import err
 from ragkv.cli.session import log_file, open_pipeline, opened, prepare
 from ragkv.config import MAIN, Config
 from ragkv.errors import ConfigError, RagKVError
+from ragkv.retriever.documents import SUFFIXES, find_files, is_visible
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def index(
     config: Config,
-    paths: Annotated[list[Path], typer.Argument(help="Files and folders: .txt .md .html .pdf .jsonl")],
+    paths: Annotated[list[Path], typer.Argument(help=f"Files and folders: {' '.join(SUFFIXES)}")],
     hint: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +44,6 @@ def index(
     Unchanged documents are skipped; documents whose files are missing from a folder are removed. Exits with status 1 if
     a document was rejected.
     """
-    from ragkv.retriever.documents import find_files
     from ragkv.store.eviction import parse_hint
 
     treated = parse_hint(hint)
@@ -81,7 +81,7 @@ def ask(
     from ragkv.answer import AnswerOptions, Sampling
     from ragkv.policies import Policy
 
-    if not question.strip():
+    if not is_visible(question):
         raise ConfigError("the question is blank")
     options = AnswerOptions(
         Policy.of(config.answer.policy, config.answer.budget),

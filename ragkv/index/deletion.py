@@ -15,7 +15,7 @@ from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import StoreError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.retriever.catalog import Catalog
-from ragkv.retriever.documents import source_file
+from ragkv.retriever.documents import document_name, source_file
 from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
@@ -79,8 +79,9 @@ def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
     named: dict[str, None] = {}
     unknown = []
     for name in names:
-        path = Path(name).resolve()
-        meant = [id for id in ids if id in (name, str(path)) or Path(source_file(id)).is_relative_to(path)]
+        path = Path(document_name(str(Path(name).resolve())))
+        given = (document_name(name), str(path))
+        meant = [id for id in ids if id in given or Path(source_file(id)).is_relative_to(path)]
         if name and meant:
             named.update(dict.fromkeys(meant))
         else:

@@ -19,10 +19,11 @@ from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.chunking import ChunkText
-from ragkv.retriever.documents import Document, find_files, load_file, source_file
+from ragkv.retriever.documents import Document, document_name, find_files, source_file
 from ragkv.retriever.encoders import Vectors
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import contexts_of, nearest
+from ragkv.retriever.parse import Reader
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
 
@@ -94,7 +95,7 @@ class Indexer:
     async def scan_files(self, paths: Sequence[Path], progress: ReportProgress) -> Scan:
         """Read these files and folders, and chunk the documents that are new or changed."""
         files = find_files(paths)
-        scan = Scan(progress, files={str(file.resolve()) for file in files})
+        scan = Scan(progress, files={document_name(str(file.resolve())) for file in files})
         await asyncio.to_thread(self._consider, _loaded(files, scan), scan)
         scan.missing = self._missing(paths, scan)
         return scan
@@ -275,10 +276,10 @@ class Indexer:
 
     def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
         """Return the ids of indexed documents that these files and folders had and no longer have."""
-        folders = [path.expanduser().resolve() for path in paths if path.is_dir()]
+        folders = [document_name(str(path.expanduser().resolve())) for path in paths if path.is_dir()]
         missing = []
         for id in self._catalog.document_ids():
-            file = id if id in scan.files else source_file(id)
+            file = document_name(id if id in scan.files else source_file(id))
             is_read = file in scan.files or any(Path(file).is_relative_to(folder) for folder in folders)
             if is_read and id not in scan.documents and file not in scan.rejected:
                 missing.append(id)
@@ -317,14 +318,19 @@ class Indexer:
 
 def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
     """Yield the documents of these files; enters what can't be indexed into the scan."""
-    for done, file in enumerate(files):
-        scan.progress(IngestProgress("load", done, len(files), file.name))
-        for document in load_file(file):
-            if isinstance(document, Document):
-                yield document
-            else:
-                scan.report.rejected.append(str(document))
-                scan.rejected.add(str(file.resolve()))
+    names: set[str] = set()
+    with Reader() as reader:
+        for done, file in enumerate(files):
+            scan.progress(IngestProgress("load", done, len(files), file.name))
+            name = document_name(str(file.resolve()))
+            twin = DocumentError(f"{str(file)!r}: another file has this name in another Unicode form; rename one")
+            for document in [twin] if name in names else reader.read(file):
+                if isinstance(document, Document):
+                    yield document
+                else:
+                    scan.report.rejected.append(str(document))
+                    scan.rejected.add(name)
+            names.add(name)
     scan.progress(IngestProgress("load", len(files), len(files), ""))
 
 

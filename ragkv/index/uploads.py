@@ -9,10 +9,9 @@ import json
 import logging
 import secrets
 import shutil
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ MAX_WAITING = 100  # uploads
 BUSY_S, PAUSE_S = 2.0, 60.0  # until an upload is tried again: the home is busy; the disk is full, say
 _READ_S = 150  # what reading an upload may take: more than the CPU time that it gets
 _READERS = 2
+_REASONS_OF_REFUSAL, _REASONS_OF_UPLOAD = 10, 100  # of the records that can't be read, how many are told
 _NUM_FINISHED, _NUM_FINISHED_FILES = 1000, 10_000  # uploads that are remembered, and their files
 _DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
 
@@ -45,8 +45,8 @@ Ingest = Callable[  # as `Indexer.ingest_documents`
 class Upload:
     """Files that were uploaded together.
 
-    names: of the files. created: seconds since 1970. error: why it waits or failed. withdrawn: ids of its documents
-    that are not to be indexed any more.
+    names: of the files. created: seconds since 1970. rejected: why some of their records are left out. error: why it
+    waits or failed. withdrawn: ids of its documents that are not to be indexed any more.
     """
 
     id: str
@@ -56,6 +56,7 @@ class Upload:
     status: Status = "waiting"
     progress: IngestProgress | None = None
     report: IngestReport | None = None
+    rejected: list[str] = field(default_factory=list)
     error: str | None = None
     withdrawn: set[str] = field(default_factory=set)
 
@@ -100,9 +101,9 @@ class Uploads:
     async def add(self, files: Sequence[tuple[Path, str]], hint: Hint | None = None, room: int | None = None) -> Upload:
         """Take files, each with its document's name, and return once they are on disk, as text.
 
-        room: bytes of text that all waiting uploads may have together. Takes all of the files or none: raises
-        DocumentError if one can't be read, QuotaError if there is no room for them, and OverloadedError if too many
-        uploads are waiting.
+        room: bytes of text that all waiting uploads may have together. Takes all of the files or none, but for bad
+        records of JSONL files: raises DocumentError if nothing in a file can be read, QuotaError if there is no room
+        for them, and OverloadedError if too many uploads are waiting.
         """
         async with self._admitted():
             id = f"{time.time_ns():x}{secrets.token_hex(4)}"
@@ -110,10 +111,11 @@ class Uploads:
             folder = self._folder / f"{id}{_UNFINISHED}"
             try:
                 folder.mkdir(parents=True)
-                await _read(folder / _DOCUMENTS, files)
+                upload.rejected = await _read(folder / _DOCUMENTS, files)
                 self._check_room(room)
                 with atomic_write(folder / _UPLOAD) as file:
                     fields = {"names": upload.names, "hint": hint, "created": upload.created}
+                    fields["rejected"] = upload.rejected
                     file.write(json.dumps(fields).encode())
                 folder.rename(self._folder / id)
                 sync_folder(self._folder)
@@ -202,20 +204,37 @@ class Uploads:
                 del self._uploads[upload.id]
 
 
-async def _read(out: Path, files: Collection[tuple[Path, str]]) -> None:
-    arguments = [str(part) for pair in files for part in pair]
-    command = (sys.executable, "-m", parse.__name__, str(out), *arguments)
-    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    reader = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=pipe, stderr=pipe)
+async def _read(out: Path, files: Sequence[tuple[Path, str]]) -> list[str]:
+    """Write the files' documents, and return why records of them are left out."""
+    reader = parse.Reader()
     try:
-        output, errors = await asyncio.wait_for(reader.communicate(), _READ_S)
+        return await asyncio.wait_for(asyncio.to_thread(_write, reader, out, files), _READ_S)
     except TimeoutError:
         raise DocumentError(f"it takes longer than {_READ_S} s to read; convert it to plain text") from None
     finally:
-        with suppress(ProcessLookupError):
-            reader.kill()
-    if rejected := [json.loads(line) for line in output.splitlines()]:
-        raise DocumentError("; ".join(rejected))
-    if reader.returncode:
-        logger.warning("a reader of uploads ended with %s: %s", reader.returncode, errors.decode(errors="replace"))
-        raise DocumentError("it takes more memory or time to read than an upload may; convert it to plain text")
+        reader.stop()
+
+
+def _write(reader: parse.Reader, out: Path, files: Sequence[tuple[Path, str]]) -> list[str]:
+    rejected: list[str] = []
+
+    def documents() -> Iterator[Document]:
+        for file, name in files:
+            num_documents, reasons = 0, []
+            for document in reader.read(file, name):
+                if isinstance(document, Document):
+                    num_documents += 1
+                    yield document
+                else:
+                    reasons.append(str(document))
+            if not num_documents:
+                raise DocumentError("; ".join(_first(reasons, _REASONS_OF_REFUSAL)))
+            rejected.extend(reasons)
+
+    with reader:
+        parse.write_documents(out, documents())
+    return _first(rejected, _REASONS_OF_UPLOAD)
+
+
+def _first(reasons: list[str], most: int) -> list[str]:
+    return reasons[:most] + [f"and {len(reasons) - most} more"] * (len(reasons) > most)

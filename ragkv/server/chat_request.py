@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ragkv.answer import Conversation, Sampling, Turn
 from ragkv.config import AnswerConfig
 from ragkv.reasoning import without_reasoning
+from ragkv.retriever.documents import is_visible
 from ragkv.server.wire import Choices
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 1000  # OpenAI's and vLLM's number; characters of each, which a stream holds back
@@ -169,5 +170,5 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
 
 def _by_side(messages: Sequence[Message]) -> list[list[Message]]:
     """Return what user and assistant said, in turns."""
-    said = [message for message in messages if message.side != "system" and message.text.strip()]
+    said = [message for message in messages if message.side != "system" and is_visible(message.text)]
     return [list(side) for _, side in groupby(said, lambda message: message.side)]

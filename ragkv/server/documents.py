@@ -1,5 +1,6 @@
 """Endpoints for documents: upload and its job, list, search, delete."""
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ from ragkv.index.deletion import Deletion
 from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import Status
 from ragkv.retriever.catalog import Catalog, DocumentInfo
-from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
+from ragkv.retriever.documents import SUFFIXES, document_name, source_file, unsupported
 from ragkv.server.json_body import JsonRoute
 from ragkv.server.tenants import CurrentTenant
 from ragkv.server.wire import Question, check_ready, errors
 from ragkv.store.eviction import HINTS, Hint
 
 _MAX_NAME = 500
+# Backslashes, controls, ends of lines and changes of direction, halves of characters.
+_UNSAFE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Job(BaseModel):
@@ -39,6 +42,7 @@ class Job(BaseModel):
     done: int = Field(0, validation_alias=AliasPath("progress", "done"))
     total: int = Field(0, validation_alias=AliasPath("progress", "total"))
     item: str = Field("", validation_alias=AliasPath("progress", "item"))
+    rejected: list[str] = Field(description="Records of JSONL files that are left out, and why")
     report: IngestReport | None
     error: str | None = Field(description="Why it failed, or why it waits: then it is tried again")
 
@@ -106,7 +110,7 @@ async def upload(
 ) -> Job:
     """Index files in the background. A file replaces an earlier upload of the same name; an unchanged one costs
     nothing. All files or none are accepted: the job exists once all of them could be read, and from then on they are
-    indexed whatever happens to the server."""
+    indexed whatever happens to the server. Only a record of a JSONL file may be left out: `rejected` says why."""
     check_ready(tenant.pipeline)
     names = _names(files)
     with tempfile.TemporaryDirectory(prefix="ragkv-") as folder:
@@ -159,6 +163,7 @@ async def get_document(
     limit: Annotated[int, Query(ge=1, le=1000, description="Chunks, or records, to return")] = 100,
 ) -> DocumentWithChunks | FileWithRecords:
     """Return a document and its chunks, or the documents that a JSONL file's records are."""
+    name = document_name(name)
     infos = await run_sync(tenant.pipeline.catalog.document_infos, [name])
     if not infos:
         return await run_sync(_records, tenant.pipeline.catalog, name, offset, limit)
@@ -174,6 +179,7 @@ async def get_document(
 async def delete_document(tenant: CurrentTenant, name: str) -> NamedDeletion:
     """Delete a document, its vectors and its KV before returning. An upload of it that isn't indexed yet is
     withdrawn."""
+    name = document_name(name)
     withdrawn = await run_sync(tenant.uploads.withdraw, name)
     ids = withdrawn | set(await run_sync(_ids_of, tenant.pipeline.catalog, name))
     if not ids:
@@ -192,14 +198,14 @@ async def search(body: SearchRequest, tenant: CurrentTenant) -> Retrieved:
 
 def _names(files: Sequence[UploadFile]) -> list[str]:
     """Return the names of the documents, which are never used as paths. Raises DocumentError for an invalid one."""
-    names = [file.filename or "" for file in files]
+    names = [document_name(file.filename or "") for file in files]
     for name in names:
-        parts = name.split("/")
-        odd = any(part in ("", ".", "..") for part in parts) or any(not c.isprintable() or c == "\\" for c in name)
+        odd = any(part in ("", ".", "..") for part in name.split("/")) or _UNSAFE.search(name)
         if odd or len(name) > _MAX_NAME or source_file(name) != name:
             raise DocumentError(
-                f"{name[:_MAX_NAME]!r} can't be a document's name; use up to {_MAX_NAME} printable characters, parts "
-                "separated by single slashes, none of them . or .. and without '.jsonl#'"
+                f"{name[:_MAX_NAME]!r} can't be a document's name; use up to {_MAX_NAME} characters, no backslash and "
+                "none that controls how text is shown, parts separated by single slashes, none of them . or .. and "
+                "without '.jsonl#'"
             )
         if Path(name).suffix.lower() not in SUFFIXES:
             raise unsupported(name)

@@ -30,6 +30,7 @@ from ragkv.errors import (
     RagKVError,
 )
 from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
+from ragkv.retriever.documents import is_visible
 from ragkv.store.eviction import HINTS, Hint
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ AppStatus.enable_automatic_graceful_drain = False  # else SIGTERM ends streams a
 
 
 def _not_blank(text: str) -> str:
-    if not text.strip():
+    if not is_visible(text):
         raise ValueError("is blank")
     return text
 

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import numpy as np
+import openpyxl
 import pytest
 
 from ragkv.config import Config
@@ -126,3 +127,35 @@ def test_documents_whose_files_are_gone_are_removed(tmp_path, indexer):
     report, _ = index(indexer, [folder])
     assert (report.documents_removed, indexer.document_chunks(str(folder / "a.txt"))) == (1, [])
     assert len(indexer.document_chunks(str(folder / "b.txt"))) == 1
+
+
+def test_a_file_that_ends_its_reader_is_rejected_and_the_others_are_indexed(tmp_path, indexer):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "c.jsonl").write_text('{"id": null, "text": "two"}\n{"text": ""}\n')
+    index(indexer, [folder])
+    book = openpyxl.Workbook()
+    book.active["A1"] = book.active["XFD1048576"] = 1  # all between them takes more memory than there is
+    book.save(folder / "b.xlsx")
+    report = index(indexer, [folder])[0]
+    assert (report.documents_new, report.documents_removed) == (0, 0)
+    bomb, record = report.rejected
+    assert "b.xlsx" in bomb and "takes more" in bomb and "line 2" in record
+
+
+def test_a_name_in_two_unicode_forms_is_one_document(tmp_path, indexer):
+    nfd, nfc = "re\u0301sume\u0301.txt", "r\u00e9sum\u00e9.txt"
+    folder = tmp_path / "cafe\u0301"
+    folder.mkdir()
+    (folder / nfd).write_text("one")
+    index(indexer, [folder])
+    (folder / nfd).rename(folder / nfc)
+    report = index(indexer, [folder])[0]
+    assert (report.documents_new, report.documents_removed) == (0, 0)
+    (folder / nfd).write_text("another")
+    report = index(indexer, [folder])[0]
+    assert report.documents_new == 0 and "another Unicode form" in report.rejected[0]
+    (folder / nfd).unlink()
+    (folder / nfc).unlink()
+    assert index(indexer, [folder])[0].documents_removed == 1

@@ -45,6 +45,7 @@ def unread(monkeypatch):
     async def read(out, files):
         fields = [{"id": name, "title": name, "text": name, "markdown": False} for _, name in files]
         out.write_text("".join(f"{json.dumps(each)}\n" for each in fields))
+        return []
 
     monkeypatch.setattr(module, "_read", read)
 

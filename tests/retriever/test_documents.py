@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ragkv.errors import DocumentError
-from ragkv.retriever.documents import SUFFIXES, Document, find_files, load_file
+from ragkv.retriever.documents import SUFFIXES, Document, find_files, is_visible
+from ragkv.retriever.loading import load_file
 
 
 def load_one(path: Path) -> Document:
@@ -48,6 +49,13 @@ def test_find_files_names_what_it_cannot_take(tmp_path: Path, name: str) -> None
     assert all(suffix in str(error.value) for suffix in SUFFIXES)
 
 
+def test_find_files_takes_no_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_files([tmp_path]) == []
+    with pytest.raises(DocumentError, match="regular file"):
+        find_files([tmp_path / "pipe.txt"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_rights_are_reported(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0)
@@ -78,7 +86,14 @@ def test_id_is_the_resolved_path_and_the_kind_that_of_the_link(tmp_path: Path) -
         ("blank.md", b" \n\t\n\xc2\xa0", "empty"),
         ("latin.txt", "café".encode("latin-1"), "UTF-8"),
         ("binary.txt", b"abc\x00def", "binary"),
-        ("utf16.txt", "text".encode("utf-16"), "binary"),
+        ("invisible.txt", "\u200b\u200c\u200d\u00ad\ufeff\u2060\ufe0f\n".encode(), "empty"),
+        ("controls.md", b"\x01\x0c\x7f", "empty"),
+        ("front.md", b"---\ntitle: only\n---\n", "empty"),
+        ("empty.json", b'""', "empty"),
+        ("empty.csv", b",,\n", "empty"),
+        ("junk.docx", b"junk", "damaged"),
+        ("junk.xlsx", b"PK\x03\x04junk", "damaged"),
+        ("junk.epub", b"", "damaged"),
         ("empty.html", b"<html><head><title>Only a title</title></head></html>", "empty"),
         ("empty.jsonl", b"\n \n", "empty"),
         ("a.png", b"x", ".jsonl"),
@@ -103,36 +118,76 @@ def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     str(error).encode()
 
 
+def test_every_kind_is_read(tmp_path: Path) -> None:
+    """One of each that is text; the packed ones have tests of their own."""
+    texts = {
+        ".txt": "text", ".md": "# T\n\ntext", ".markdown": "text", ".rst": "T\n=\n\ntext", ".html": "<h1>T</h1>text",
+        ".htm": "text", ".csv": "a,b", ".json": '{"a": "text"}', ".jsonl": '{"text": "text"}',
+    }  # fmt: skip
+    for suffix, text in texts.items():
+        path = tmp_path / f"a{suffix.upper()}"
+        path.write_text(text)
+        document = load_one(path)
+        assert document.markdown == (suffix not in (".txt", ".json", ".jsonl")), suffix
+        assert "text" in document.text or suffix == ".csv"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("soft\u00adhyphen zero\u200bwidth word\u2060joiner mark\ufeffed", "softhyphen zerowidth wordjoiner marked"),
+        ("می\u200cخواهم क्\u200dष 👩\u200d🚀 ❤\ufe0f", "می\u200cخواهم क्\u200dष 👩\u200d🚀 ❤\ufe0f"),
+        ("10\u00a0000\u202f€", "10\u00a0000\u202f€"),
+    ],
+)
+def test_invisible_characters_stay_where_they_matter(tmp_path: Path, text: str, kept: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert load_one(tmp_path / "a.txt").text == kept
+    assert is_visible(text)
+
+
+def test_a_name_has_one_form(tmp_path: Path) -> None:
+    (tmp_path / "re\u0301sume\u0301.txt").write_text("text")
+    document = load_one(tmp_path / "re\u0301sume\u0301.txt")
+    assert (document.id, document.title) == (f"{tmp_path.resolve()}/r\u00e9sum\u00e9.txt", "r\u00e9sum\u00e9.txt")
+
+
 def test_jsonl_keeps_the_good_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines = [
-        b'{"text": "one", "id": "x", "title": "First"}',
-        b'{"text": "two"',
-        b"",
-        b'{"text": "four", "id": 4}',
-        b'{"title": "no text"}',
-        b'["text"]',
-        b'{"text": "sev\xffen"}',
-        '{"text": "eight\u2028still eight"}'.encode(),
-        b'{"text": " ", "id": "nine"}',
-        b'{"text": "ten", "id": "x"}',
-        b'{"text": "\\ud83d\\ude00 \\ud83d \\u0000eleven", "id": "nine"}',
-        b'{"text": 12}',
-        b"[" * 100_000,
-    ]
+    good = {
+        b'\xef\xbb\xbf{"text": "one", "id": "x", "title": "First"}': ("x", "First", "one"),
+        b'{"text": "four", "id": 4}': ("4", "a.jsonl#4", "four"),
+        b'{"text": "a", "id": null}': ("7", "a.jsonl#7", "a"),
+        b'{"text": "a", "id": null, "title": null}': ("8", "a.jsonl#8", "a"),
+        b'{"text": "a", "id": ""}': ("9", "a.jsonl#9", "a"),
+        b'{"text": "a", "id": 1.5}': ("1.5", "a.jsonl#1.5", "a"),
+        '{"text": "still\u2028one"}'.encode(): ("11", "a.jsonl#11", "still\u2028one"),
+        b'{"text": "\\ud83d\\ude00 \\ud83d \\u0000z", "id": "nine"}': ("nine", "a.jsonl#nine", "\U0001f600 \ufffd z"),
+    }
+    bad = {
+        b'{"text": "two"': "JSON",
+        b'{"title": "no text"}': '"text"',
+        b'["text"]': '"text"',
+        b'{"text": "sev\xffen"}': "UTF-8",
+        b'{"text": " ", "id": "nine"}': "empty",
+        '{"text": "\u200b"}'.encode(): "empty",
+        b'{"text": "ten", "id": "x"}': "line 1;",
+        b'{"text": "ten", "id": ["x"]}': '["x"]',
+        b'{"text": 12}': '"text"',
+        b"[" * 100_000: "JSON",
+    }
+    lines = [*[*good][:2], b"", *[*bad][:3], *[*good][2:], *[*bad][3:]]
     path.write_bytes(b"\n".join(lines))
     results = list(load_file(path))
-    documents = [item for item in results if isinstance(item, Document)]
-    errors = [str(item) for item in results if isinstance(item, DocumentError)]
     name = str(path.resolve())
-    assert documents == [
-        Document(f"{name}#x", "First", "one", False),
-        Document(f"{name}#4", "a.jsonl#4", "four", False),
-        Document(f"{name}#8", "a.jsonl#8", "eight\u2028still eight", False),
-        Document(f"{name}#nine", "a.jsonl#nine", "\U0001f600 \ufffd eleven", False),
+    assert [item for item in results if isinstance(item, Document)] == [
+        Document(f"{name}#{id}", title, text, False) for id, title, text in good.values()
     ]
-    assert [int(error.split("line ")[1].split(":")[0]) for error in errors] == [2, 5, 6, 7, 9, 10, 12, 13]
-    assert "JSON" in errors[0] and '"text"' in errors[1] and "UTF-8" in errors[3] and "line 1;" in errors[5]
+    errors = [str(item) for item in results if isinstance(item, DocumentError)]
+    assert [int(error.split("line ")[1].split(":")[0]) for error in errors] == [4, 5, 6, *range(13, 20)]
+    assert all(says in error for error, says in zip(errors, bad.values(), strict=True)), errors
+    path.write_text('{"text": "ä"}\n{"text": "\u0a0a"}\n', encoding="utf-16")  # whose bytes are newlines
+    assert [document.text for document in load_file(path)] == ["ä", "\u0a0a"]
 
 
 def test_jsonl_is_read_lazily(tmp_path: Path) -> None:

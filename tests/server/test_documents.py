@@ -3,8 +3,11 @@
 import asyncio
 import io
 import time
+import unicodedata
+from urllib.parse import quote
 
 import httpx
+import openpyxl
 import pytest
 from server_harness import CONFIG, ScriptedPipeline, running
 
@@ -106,6 +109,9 @@ def test_pages_of_the_list(client) -> None:
         "./a.txt",
         "a/..",
         "a.jsonl#1.md",
+        "a\\b.txt",
+        "txt.\u202eexe.txt",
+        "a\u2028b.txt",
         "x" * 600 + ".txt",
     ],
 )
@@ -119,11 +125,14 @@ def test_names_that_could_be_taken_for_something_else(client, name) -> None:
     ("name", "content", "message"),
     [
         ("a.exe", b"MZ", "is of a kind that can't be read; supported: .txt"),
-        ("a.txt", b"\xff\xfe\x00", "it holds binary data"),
+        ("a.txt", b"\xff\xfe\x00", "it isn't UTF-16"),
+        ("a.txt", b"a\x00", "it holds binary data"),
+        ("a.txt", "\u200b\u200d\ufeff".encode(), "it's empty"),
+        ("a.docx", b"\xd0\xcf\x11\xe0" + "EncryptedPackage".encode("utf-16-le"), "it is encrypted"),
         ("a.txt", b"caf\xe9", "it isn't UTF-8"),
         ("a.md", b"  \n", "it's empty"),
         ("a.pdf", b"%PDF-1.7 junk", "the PDF is damaged"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2: it has no"),
+        ("a.jsonl", b'\n{"txt": 1}\n{"text": " "}\n', "line 2: it has no"),
         ("a.jsonl", b"[" * 100_000, "it isn't JSON"),
         ("a.jsonl", b"1\n" * 100_000, "line 1: "),
     ],
@@ -135,22 +144,51 @@ def test_junk_is_refused_and_nothing_is_taken(client, name, content, message) ->
     assert client.get("/v1/jobs").json() == {"jobs": []} and names(client) == []
 
 
-def test_a_file_that_swells_when_it_is_read(client, monkeypatch) -> None:
-    from pypdf import PdfWriter
-    from pypdf.generic import DecodedStreamObject, NameObject
+def test_a_bad_record_costs_itself_only(client) -> None:
+    lines = b'{"id": null, "text": "a"}\n{"id": null, "text": "a"}\n{"id": 3, "text": ""}\n{"text": "b"\n'
+    response = upload(client, ("all.jsonl", lines), ("b.txt", b"text"))
+    job = finished(client, response)
+    assert names(client) == ["all.jsonl#1", "all.jsonl#2", "b.txt"] and job["report"]["documents_new"] == 3
+    for each in (response.json(), job):
+        assert ["line 3" in each["rejected"][0], "line 4" in each["rejected"][1]] == [True, True]
+    many = finished(client, upload(client, ("many.jsonl", b'{"text": "a"}\n' + b"{}\n" * 5000)))
+    assert len(many["rejected"]) == 101 and many["rejected"][-1] == "and 4900 more"
+    assert finished(client, upload(client, ("b.txt", b"text")))["rejected"] == []
 
-    writer = PdfWriter()
-    page = writer.add_blank_page(100, 100)
-    bomb = DecodedStreamObject()
-    bomb.set_data(b"BT (" + b"a" * (600 << 20) + b") Tj ET")
-    page[NameObject("/Contents")] = writer._add_object(bomb.flate_encode(9))
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Rapport\u00a0annuel.txt",
+        "Screenshot 2024-03-01 at 12.19.12\u202fAM.txt",
+        "می\u200cخواهم.txt",
+        "क्\u200dष/👩\u200d🚀❤\ufe0f.txt",
+        "\u200eWhatsApp \u3000日本.txt",
+        "Re\u0301sume\u0301.txt",
+        "\ufb01le \U0001fae9.txt",
+    ],
+)
+def test_names_as_people_have_them(client, name) -> None:
+    nfc, nfd = unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)
+    assert finished(client, upload(client, (nfd, b"text")))["names"] == [nfc]
+    assert finished(client, upload(client, (nfc, b"text")))["report"]["documents_unchanged"] == 1
+    assert names(client) == [nfc]
+    for form in {nfc, nfd}:
+        assert client.get(f"/v1/documents/{quote(form)}").json()["name"] == nfc
+        assert client.delete(f"/v1/documents/{quote(form)}").json()["documents"] == [nfc]
+        finished(client, upload(client, (nfc, b"text")))
+    twice = upload(client, (nfc, b"text"), (nfd, b"text"))
+    assert twice.status_code == 422 and "two files" in twice.json()["error"]["message"]
+
+
+def test_a_file_that_swells_when_it_is_read(client) -> None:
+    book = openpyxl.Workbook()
+    book.active["A1"] = book.active["XFD1048576"] = 1  # all between them takes more memory than there is
     with io.BytesIO() as file:
-        writer.write(file)
+        book.save(file)
         content = file.getvalue()
-    del bomb, writer, page
-    assert len(content) < 1 << 20
-    response = upload(client, ("bomb.pdf", content))
-    assert response.status_code == 422, response.text
+    response = upload(client, ("good.txt", b"text"), ("bomb.xlsx", content))
+    assert response.status_code == 422 and "'bomb.xlsx': reading it takes more" in response.json()["error"]["message"]
     assert client.get("/v1/jobs").json() == {"jobs": []}
     finished(client, upload(client, ("good.txt", b"text")))
 
@@ -239,7 +277,7 @@ def test_search(client) -> None:
     sources = client.post("/v1/search", json={"query": "who?", "top_k": 2}).json()["sources"]
     assert [source["document"] for source in sources] == ["docs/a.md"] * 2
     assert len(client.post("/v1/search", json={"query": "who?"}).json()["sources"]) == 3
-    for body in ({"query": " "}, {"query": ""}, {}, {"query": "x", "top_k": 0}):
+    for body in ({"query": " "}, {"query": "\u200b\u200d"}, {"query": ""}, {}, {"query": "x", "top_k": 0}):
         assert client.post("/v1/search", json=body).status_code == 422
 
 

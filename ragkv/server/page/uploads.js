@@ -97,7 +97,7 @@ async function follow(job, shown) {
       return job;
     });
   }
-  const problems = job.error ?? job.report?.rejected?.join("; ");
+  const problems = job.error ?? [...(job.rejected ?? []), ...(job.report?.rejected ?? [])].join("; ");
   if (job.status === "failed" || problems) fail(shown, new Error(problems || "the server doesn't say why"));
   else finish(shown, job.report);
 }
