@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from ragkv.errors import ContextTooLongError, ModelError
+from ragkv.retriever.plain_text import PlainTokenizer
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
@@ -47,6 +48,7 @@ class PromptLayout:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             raise ModelError(f"no usable tokenizer in {model}: {error}") from error
+        self._plain = PlainTokenizer(model)
         before, between, after = _parts(self._render([self._user_text]))
         self.anchor: list[int] = self._encode(before)
         self._asking: list[int] = self._encode(between)
@@ -63,14 +65,14 @@ class PromptLayout:
 
         Control tokens that are spelt out in question or answer become ordinary text.
         """
-        asked = [*self._asking, *self._encode(question, plain=True)]
+        asked = [*self._asking, *self._plain.encode(question)]
         if answer is None:
             return [*asked, *self._closing]
-        return [*asked, *self._answering, *self._encode(answer, plain=True), *self._reopening]
+        return [*asked, *self._answering, *self._plain.encode(answer), *self._reopening]
 
     def instruction_tokens(self, instruction: str) -> list[int]:
         """Return a user's own instruction, which is put before the tokens of the question."""
-        return self._encode(f"{instruction}\n\n", plain=True) if instruction else []
+        return self._plain.encode(f"{instruction}\n\n") if instruction else []
 
     def check_question(self, question: str, instruction: str, max_tokens: int, max_model_len: int) -> None:
         """Raise ContextTooLongError unless a question and its answer fit into the context without any chunk."""
@@ -108,9 +110,9 @@ class PromptLayout:
             token_ids += question
         return Prompt(token_ids, len(self.anchor), ranges)
 
-    def _encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """Tokenise. plain: control tokens that are spelt out become ordinary text."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+    def _encode(self, text: str) -> list[int]:
+        """Tokenise text of the template, which has control tokens."""
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
     def _render(self, messages: Sequence[str]) -> str:

@@ -175,7 +175,7 @@ class Indexer:
                 scan.report.documents_unchanged += 1
                 continue
             try:
-                scan.work.append((document, self._workspace.chunker.split(document)))
+                scan.work.append((document, list(self._workspace.chunker.split(document))))
             except DocumentError as error:
                 scan.report.rejected.append(str(error))
                 continue
