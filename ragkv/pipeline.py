@@ -93,10 +93,13 @@ class Pipeline:
         paths: Sequence[Path],
         progress: Callable[[IngestProgress], None] = lambda step: None,
         hint: Hint | None = None,
+        *,
+        allow_empty: bool = False,
     ) -> IngestReport:
         """Bring the index up to date with these files and folders.
 
-        Documents that were indexed from one of these folders and are no longer in it are removed; others stay.
+        Documents that were indexed from one of these folders and are no longer in it are removed; others stay. If all
+        of a folder's would be, that is a DocumentError, unless `allow_empty`.
 
         Unchanged documents cost no work. Interrupted at any moment, it continues where it stopped when run again: a
         document is in the catalogue only once the KV of all its chunks is stored. hint: how the KV of all documents in
@@ -104,7 +107,7 @@ class Pipeline:
         another process is changing the home; a bad document is reported and the others are indexed.
         """
         with self.workspace.home.indexing():
-            scan = await self.indexer.scan_files(paths, progress)
+            scan = await self.indexer.scan_files(paths, progress, allow_empty=allow_empty)
             await self.indexer.precompute(scan)
             await self.indexer.finish(scan, hint)
             return scan.report

@@ -10,6 +10,7 @@ from ragkv.background import Idle
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
+from ragkv.errors import ConfigError
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
@@ -38,7 +39,7 @@ class Workspace:
 
     engine: None until vLLM has started. precomputing: a lock for precomputing chunks of documents that are in no
     catalogue yet, and for deleting KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
-    a home of another model or version.
+    a home of another model or version, ConfigError for chunks that fit into no prompt.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -49,10 +50,11 @@ class Workspace:
         self.home.check_owner(self.owner)
         self.main = Corpus(self.home, MAIN, config.retrieval)
         self._corpora = {MAIN: self.main}
-        report(f"loading {config.index.embedder}")
         self.layout = PromptLayout(self.folder)
+        self._check_chunk_tokens()
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
+        report(f"loading {config.index.embedder}")
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
         self._scores: Scores | None = None
         if config.retrieval.reranker is not None:
@@ -62,6 +64,20 @@ class Workspace:
         self.num_restarts = 0
         self.idle, self.precomputing = Idle(), asyncio.Lock()
         self._starting = asyncio.Lock()
+
+    def _check_chunk_tokens(self) -> None:
+        config, limits = self.config, (self.config.model.max_model_len, models.context_length(self.folder))
+        context = min((limit for limit in limits if limit is not None), default=None)
+        if context is None:
+            return
+        taken = len(self.layout.anchor) + len(self.layout.question_tokens("Why?")) + config.answer.max_tokens
+        if config.index.chunk_tokens > context - taken:
+            raise ConfigError(
+                f"index.chunk_tokens = {config.index.chunk_tokens} is more than fits into the model's context of "
+                f"{context} tokens: instruction, question and an answer of answer.max_tokens = "
+                f"{config.answer.max_tokens} leave {max(0, context - taken)}; lower one of the two"
+                + (", or raise model.max_model_len" if context == config.model.max_model_len else "")
+            )
 
     def corpus(self, tenant: str) -> Corpus:
         """Open a tenant's documents, or return them if they are open. Raises ConfigError for a name that is none."""

@@ -27,6 +27,7 @@ from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
 
 _DOCUMENT_BATCH_CHUNKS = 64
+_NUM_NAMED = 3  # of the documents that an error is about
 _POOL = 64  # chunks of the index from which a batch's contexts are drawn, besides its own
 
 
@@ -91,10 +92,15 @@ class Indexer:
         self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
         self._precomputed: set[str] = set()  # hashes of these chunks
 
-    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress) -> Scan:
-        """Read these files and folders, and chunk the documents that are new or changed."""
+    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress, *, allow_empty: bool = False) -> Scan:
+        """Read these files and folders, and chunk the documents that are new or changed.
+
+        Raises DocumentError for a folder that documents were indexed from and that is empty now, unless allow_empty.
+        """
         files = find_files(paths)
         scan = Scan(progress, files={str(file.resolve()) for file in files})
+        if not allow_empty:
+            self._check_emptied(paths, scan)
         await asyncio.to_thread(self._consider, _loaded(files, scan), scan)
         scan.missing = self._missing(paths, scan)
         return scan
@@ -284,6 +290,25 @@ class Indexer:
                 missing.append(id)
         return missing
 
+    def _check_emptied(self, paths: Sequence[Path], scan: Scan) -> None:
+        """Raise DocumentError if all documents of a folder would go: it may be a disk that isn't mounted."""
+        given = {path.expanduser().resolve() for path in paths if path.is_dir()}
+        with_files = {folder for file in scan.files for folder in Path(file).parents}
+        emptied: dict[Path, list[str]] = {}
+        for id in self._missing(paths, scan):
+            for folder in Path(source_file(id)).parents:
+                is_below = any(folder.is_relative_to(each) for each in given)
+                if is_below and folder not in with_files and (folder in given or _is_empty(folder)):
+                    emptied.setdefault(folder, []).append(id)
+                    break
+        for folder, ids in emptied.items():
+            names = ", ".join(sorted(Path(id).name for id in ids)[:_NUM_NAMED])
+            raise DocumentError(
+                f"{str(folder)!r} has no documents now; {len(ids)} were indexed from it ({names}"
+                f"{', …' if len(ids) > _NUM_NAMED else ''}). If its disk isn't mounted, mount it; to remove them from the "
+                "index, give --allow-empty"
+            )
+
     def _forget(self, hashes: Iterable[str]) -> int:
         """Delete the KV of those of these chunks that no document has. Returns how many chunks it was."""
         unused = self._catalog.unreferenced(hashes)
@@ -326,6 +351,10 @@ def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
                 scan.report.rejected.append(str(document))
                 scan.rejected.add(str(file.resolve()))
     scan.progress(IngestProgress("load", len(files), len(files), ""))
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is None
 
 
 def _batches(work: Sequence[Work]) -> Iterable[list[Work]]:

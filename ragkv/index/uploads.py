@@ -77,9 +77,11 @@ class Uploads:
         for path in sorted(self._folder.glob("*")):
             if path.suffix == _UNFINISHED:
                 shutil.rmtree(path, ignore_errors=True)
-            else:
-                fields = json.loads((path / _UPLOAD).read_text())
-                self._uploads[path.name] = Upload(path.name, **fields)
+                continue
+            try:
+                self._uploads[path.name] = Upload(path.name, **json.loads((path / _UPLOAD).read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("%s is no upload (%s), and is left as it is; move it somewhere else", path, error)
         self._arrived.set()
         self._task = asyncio.create_task(self._run())
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ragkv.config import Config
+from ragkv.errors import DocumentError
 from ragkv.home import Home, Owner
 from ragkv.index.indexer import Indexer
 from ragkv.retriever.chunking import ChunkText
@@ -79,12 +80,12 @@ def indexer(tmp_path, kv):
     store.close()
 
 
-def index(indexer, paths, is_withdrawn=lambda id: False):
+def index(indexer, paths, is_withdrawn=lambda id: False, **options):
     """Ingest as the pipeline does. Returns the report and the progress of prefill."""
     steps = []
 
     async def run():
-        scan = await indexer.scan_files(paths, steps.append)
+        scan = await indexer.scan_files(paths, steps.append, **options)
         scan.is_withdrawn = is_withdrawn
         await indexer.precompute(scan)
         await indexer.finish(scan, None)
@@ -126,3 +127,34 @@ def test_documents_whose_files_are_gone_are_removed(tmp_path, indexer):
     report, _ = index(indexer, [folder])
     assert (report.documents_removed, indexer.document_chunks(str(folder / "a.txt"))) == (1, [])
     assert len(indexer.document_chunks(str(folder / "b.txt"))) == 1
+
+
+@pytest.mark.parametrize("mount", [".", "nas", "nas/deep"])
+def test_a_folder_that_is_empty_now_takes_no_document_away_unasked(tmp_path, indexer, mount):
+    """As a disk that isn't mounted, at the folder itself or below it."""
+    folder = tmp_path / "documents"
+    (folder / mount).mkdir(parents=True)
+    for name in ("a", "b", "c", "d"):
+        (folder / mount / f"{name}.txt").write_text(name)
+    if mount != ".":
+        (folder / "e.txt").write_text("e")
+    index(indexer, [folder])
+    for name in ("a", "b", "c", "d"):
+        (folder / mount / f"{name}.txt").unlink()
+    message = rf"{folder / mount}' has no documents now; 4 were .* \(a\.txt, b\.txt, c\.txt, …\).*--allow-empty"
+    with pytest.raises(DocumentError, match=message):
+        index(indexer, [folder])
+    assert len(indexer.document_chunks(str(folder / mount / "a.txt"))) == 1
+    report, _ = index(indexer, [folder], allow_empty=True)
+    assert report.documents_removed == 4
+
+
+def test_a_folder_whose_last_documents_were_moved_or_deleted_with_it_is_no_surprise(tmp_path, indexer):
+    folder = tmp_path / "documents"
+    (folder / "old").mkdir(parents=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "old" / "b.txt").write_text("b")
+    index(indexer, [folder])
+    (folder / "old" / "b.txt").unlink()
+    (folder / "old").rmdir()
+    assert index(indexer, [folder])[0].documents_removed == 1

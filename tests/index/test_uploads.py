@@ -191,3 +191,21 @@ def test_what_a_killed_process_had_begun_to_remove_is_no_obstacle(tmp_path, unre
 
     asyncio.run(restart())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_upload_is_left_alone(tmp_path, unread, caplog):
+    """As a file manager or a backup leaves them."""
+    strays = {".DS_Store": "", "notes.txt": "mine", "copy/documents.jsonl": "", "old/upload.json": '{"other": 1}'}
+    for name, content in strays.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+    async def run():
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            await uploads.add(files("a.txt"))
+            await until(lambda: not uploads.num_waiting)
+            assert [upload.names for upload in uploads.all()] == [["a.txt"]]
+
+    asyncio.run(run())
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == strays.keys()
+    assert len(caplog.records) == 4
