@@ -305,8 +305,8 @@ class Indexer:
             names = ", ".join(sorted(Path(id).name for id in ids)[:_NUM_NAMED])
             raise DocumentError(
                 f"{str(folder)!r} has no documents now; {len(ids)} were indexed from it ({names}"
-                f"{', …' if len(ids) > _NUM_NAMED else ''}). If its disk isn't mounted, mount it; to remove them from the "
-                "index, give --allow-empty"
+                f"{', …' if len(ids) > _NUM_NAMED else ''}). If its disk isn't mounted, mount it; to remove them "
+                "from the index, give --allow-empty"
             )
 
     def _forget(self, hashes: Iterable[str]) -> int:
