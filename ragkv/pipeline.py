@@ -21,7 +21,8 @@ from ragkv.conversation import Fitted, fit, in_one_turn
 from ragkv.engine.engine import Engine
 from ragkv.errors import ModelError, StoreError
 from ragkv.generation import Generation, origins_of
-from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
+from ragkv.index.indexer import Indexer
+from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
@@ -108,8 +109,11 @@ class Pipeline:
         """
         with self.workspace.home.indexing():
             scan = await self.indexer.scan_files(paths, progress, allow_empty=allow_empty)
-            await self.indexer.precompute(scan)
+            async with aclosing(self.indexer.precompute(scan)) as turns:
+                async for _ in turns:
+                    pass
             await self.indexer.finish(scan, hint)
+            scan.report.chunks_deleted += await self.indexer.delete_orphans()
             return scan.report
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:

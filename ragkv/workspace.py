@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ragkv import models
 from ragkv.answer import Source
-from ragkv.background import Idle
+from ragkv.background import Idle, Turns
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
+from ragkv.index.work import Draft
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.encoders import Embedder, Reranker
@@ -25,20 +26,33 @@ logger = logging.getLogger(__name__)
 
 
 class Corpus:
-    """One tenant's documents, open: their catalogue, the index of their vectors and, in hybrid mode, of their words."""
+    """One tenant's documents, open: their catalogue, the index of their vectors and, in hybrid mode, of their words.
+
+    drafts: documents that are being indexed, and aren't in the catalogue yet.
+    """
 
     def __init__(self, home: Home, tenant: str, config: RetrievalConfig) -> None:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
         self.index = VectorIndex(self.catalog)
         self.keywords = KeywordIndex(self.catalog) if config.mode == "hybrid" else None
+        self.drafts: set[Draft] = set()
+
+    def unneeded(self, chunk_hashes: Iterable[str]) -> set[str]:
+        """Return those of these chunks that no document has, nor any draft."""
+        return self.catalog.unreferenced(chunk_hashes) - self.drafted
+
+    @property
+    def drafted(self) -> set[str]:
+        """The hashes of the drafts' chunks."""
+        return {piece.chunk_hash for draft in self.drafts for piece in draft.pieces}
 
 
 class Workspace:
     """An open home that was checked to belong to the configured models, with the embedder and, once needed, vLLM.
 
-    engine: None until vLLM has started. precomputing: a lock for precomputing chunks of documents that are in no
-    catalogue yet, and for deleting KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
+    engine: None until vLLM has started. turns: of what precomputes chunks of documents that are in no catalogue yet, or
+    deletes KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
     a home of another model or version, ConfigError for chunks that fit into no prompt.
     """
 
@@ -62,7 +76,8 @@ class Workspace:
         self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
-        self.idle, self.precomputing = Idle(), asyncio.Lock()
+        self.idle = Idle()
+        self.turns = Turns(self.idle)
         self._starting = asyncio.Lock()
 
     def _check_chunk_tokens(self) -> None:

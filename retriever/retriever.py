@@ -38,8 +38,9 @@ class Hit:
 class Retriever:
     """The search of one catalogue as it is now, also after another process has changed it. Usable from many threads.
 
-    embed: makes a question one unit vector, or several of its parts, `[n, dim]`. keywords: searched next to the vectors; the two rankings are fused. scores: order
-    the hits anew. candidates: how many chunks each search returns for these two, if no more are requested.
+    embed: makes a question one unit vector, or one of each of its parts: `[n, dim]`. keywords: searched next to the
+    vectors; the two rankings are fused. scores: order the hits anew. candidates: how many chunks each search returns
+    for these two, if no more are requested.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from ragkv.errors import ConfigError, RagKVError
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
     from ragkv.controller.cost_model import Profile
-    from ragkv.index.indexer import IngestReport
+    from ragkv.index.work import IngestReport
     from ragkv.pipeline import Pipeline
     from ragkv.server.tenants import Tenants
     from ragkv.store.eviction import Hint

@@ -14,8 +14,8 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field
 from ragkv.answer import Retrieved
 from ragkv.errors import DocumentError
 from ragkv.index.deletion import Deletion
-from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import Status
+from ragkv.index.work import IngestReport
 from ragkv.retriever.catalog import DocumentInfo
 from ragkv.retriever.documents import SUFFIXES, source_file, unsupported
 from ragkv.server.tenants import CurrentTenant
