@@ -66,7 +66,7 @@ async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
         progress.update("answers are streamed")
         during_ms = await _gaps_ms(client, wanted.tokens, wanted.answers)
         (_, beside) = await asyncio.gather(
-            _gaps_ms(client, wanted.tokens, wanted.answers), _upload(client, "beside.txt", topics[TITLES[40]][:800])
+            _gaps_ms(client, wanted.tokens, wanted.answers), _upload(client, "beside.txt", topics[TITLES[30]][:800])
         )
         job = (await client.get(large)).json()
         if job["status"] != "running":
