@@ -44,8 +44,8 @@ class Corpus:
 
     @property
     def drafted(self) -> set[str]:
-        """The hashes of the drafts' chunks."""
-        return {piece.chunk_hash for draft in self.drafts for piece in draft.pieces}
+        """The hashes of the drafts' chunks. Thread-safe."""
+        return {piece.chunk_hash for draft in list(self.drafts) for piece in draft.pieces}
 
 
 class Workspace:

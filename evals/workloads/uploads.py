@@ -103,7 +103,7 @@ async def _ready(client: httpx.AsyncClient) -> bool:
 
 async def _has_begun(client: httpx.AsyncClient, job: str) -> bool:
     found = (await client.get(job)).json()
-    return found["status"] == "done" or (found["status"] == "running" and found["done"] > 0)
+    return bool(found["status"] == "done" or (found["status"] == "running" and found["done"] > 0))
 
 
 async def _is_done(client: httpx.AsyncClient, job: str) -> bool:

@@ -71,10 +71,10 @@ class Indexer:
         progress: ReportProgress,
         hint: Hint | None,
         is_withdrawn: Callable[[str], bool],
-    ) -> AsyncGenerator[IngestReport, None]:
+    ) -> AsyncGenerator[IngestReport | None, None]:
         """Index documents that were read already, a turn at a time, and remove other documents of the same files.
 
-        Yields what was done so far after each turn, at last what was done. is_withdrawn: called with a document's id up
+        Yields None between two turns, at last what was done. is_withdrawn: called with a document's id up
         to the moment when the document is entered into the catalogue.
         """
         with self._workspace.home.indexing():
@@ -82,7 +82,7 @@ class Indexer:
             await asyncio.to_thread(self._consider, documents, scan)
             async with aclosing(self.precompute(scan)) as turns:
                 async for _ in turns:
-                    yield scan.report
+                    yield None
             scan.files = {source_file(id) for id in scan.documents if not is_withdrawn(id)}
             ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
@@ -96,7 +96,7 @@ class Indexer:
         home.
         """
         with self._workspace.home.indexing():
-            drafts = {draft for draft in self._corpus.drafts if draft.document.id in ids}
+            drafts = {draft for draft in list(self._corpus.drafts) if draft.document.id in ids}
             async with self._workspace.turns.lock if drafts else nullcontext():
                 self._corpus.drafts -= drafts
                 for draft in drafts:
@@ -106,7 +106,7 @@ class Indexer:
                 return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
 
     async def precompute(self, scan: Scan) -> AsyncGenerator[None, None]:
-        """Precompute the KV of a scan's documents and enter them into the catalogue. Yields after each turn."""
+        """Precompute the KV of a scan's documents and enter them into the catalogue. Yields between two turns."""
         self._workspace.home.claim(self._catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)

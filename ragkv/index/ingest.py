@@ -58,7 +58,7 @@ class Ingest:
         self._pairs_per_s = _FIRST_STEP / _STEP_S
 
     async def turns(self) -> AsyncGenerator[None, None]:
-        """Index the documents; yields after each turn. If it is closed early, the next try finds the KV made so far."""
+        """Index the documents; yields between two turns. If it ends early, the next try finds the KV made so far."""
         async with aclosing(self._steps()) as steps:
             more = bool(self._documents)
             while more:
@@ -66,10 +66,11 @@ class Ingest:
                     end = time.monotonic() + _TURN_S
                     while more and time.monotonic() < end:
                         more = await anext(steps, False)
-                yield
+                if more:
+                    yield
 
     async def _steps(self) -> AsyncGenerator[bool, None]:
-        """Do a step, and yield True: there may be more."""
+        """Do a step, and yield True if there is more."""
         while self._documents:
             pieces: list[Piece] = []
             drafts: list[Draft] = []
@@ -80,11 +81,13 @@ class Ingest:
                     yield True
                 for start, end in self._slices(len(pieces)):
                     await self._average(pieces, range(start, end))
-                    yield True
+                    if end < len(pieces):
+                        yield True
                 await asyncio.to_thread(self._enter, drafts)
             finally:
                 self._corpus.drafts.difference_update(drafts)
-            yield True
+            if self._documents:
+                yield True
 
     def _cut(self, drafts: list[Draft], num_pieces: int) -> list[Piece]:
         """Cut the next step's chunks, and add drafts for them; none if there are enough for a batch."""

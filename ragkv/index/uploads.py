@@ -39,9 +39,9 @@ _NUM_FINISHED, _NUM_FINISHED_FILES = 1000, 10_000  # uploads that are remembered
 _DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
 
 Status = Literal["waiting", "running", "done", "failed"]
+Turns = AsyncGenerator[IngestReport | None, None]  # None between two turns, the report at the end
 Ingest = Callable[  # as `Indexer.ingest_documents`
-    [Iterator[Document], Callable[[IngestProgress], None], Hint | None, Callable[[str], bool]],
-    AsyncGenerator[IngestReport, None],
+    [Iterator[Document], Callable[[IngestProgress], None], Hint | None, Callable[[str], bool]], Turns
 ]
 
 
@@ -76,7 +76,7 @@ class Uploads:
     def __init__(self, folder: Path, ingest: Ingest, all_done: Callable[[], Awaitable[None]] | None = None) -> None:
         self._folder, self._ingest, self._all_done = folder, ingest, all_done
         self._uploads: dict[str, Upload] = {}
-        self._running: dict[str, AsyncGenerator[IngestReport, None]] = {}  # by the upload's id
+        self._running: dict[str, Turns] = {}  # by the upload's id
         self._arrived = asyncio.Event()
         self._reading = asyncio.Semaphore(_READERS)
         self._withdrawing = threading.Lock()
@@ -214,21 +214,21 @@ class Uploads:
                 upload.status, upload.progress = "running", None
                 self._running[upload.id] = self._begin(upload)
             upload.report = await anext(self._running[upload.id])
-            return
-        except StopAsyncIteration:
+            if upload.report is None:
+                return
             upload.status, upload.error = "done", None
         except RagKVError as error:
-            upload.status, upload.error, upload.report = "waiting", str(error), None
+            upload.status, upload.error = "waiting", str(error)
             upload.retry_at = time.monotonic() + (BUSY_S if isinstance(error, BusyError) else PAUSE_S)
         except Exception:  # a bug of ours with one upload must not keep the others waiting
             logger.exception("the upload %s isn't indexed; the next start of the server tries again", upload.id)
             upload.status, upload.error = "failed", "something went wrong; see the server's log"
-        del self._running[upload.id]
+        await self._running.pop(upload.id).aclose()
         if upload.status == "done":
             await asyncio.to_thread(self._remove, self._folder / upload.id)
             self._forget_oldest()
 
-    def _begin(self, upload: Upload) -> AsyncGenerator[IngestReport, None]:
+    def _begin(self, upload: Upload) -> Turns:
         def progress(step: IngestProgress) -> None:
             upload.progress = step
 
