@@ -27,6 +27,7 @@ from ragkv.evals.watched import as_environment, watched
 
 _START_S, _FINISH_S = 600, 600  # what the server may take to begin, and to index a small upload
 _WARM_UP = 3  # documents that questions find
+_SMALL = 1500  # characters of a small upload: one chunk
 
 
 def run(config: Config, wanted: Uploads, progress: Progress) -> Iterator[Row]:
@@ -49,7 +50,7 @@ async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
     async with httpx.AsyncClient(base_url=url, timeout=_FINISH_S) as client:
         progress.update("the server starts")
         await _until(lambda: _ready(client), _START_S)
-        alone = [await _upload(client, f"{title}.txt", topics[title]) for title in TITLES[:_WARM_UP]]
+        alone = [await _upload(client, f"{title}.txt", topics[title][:_SMALL]) for title in TITLES[:_WARM_UP]]
         await _gaps_ms(client, wanted.tokens, 1)
         before_ms = await _gaps_ms(client, wanted.tokens, wanted.answers)
         progress.update("a large file is uploaded")
@@ -62,11 +63,11 @@ async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
         small = []
         for i in range(wanted.uploads):
             progress.update("small files are uploaded", i, wanted.uploads)
-            small.append(await _upload(client, f"small{i}.txt", f"Note {i}. {topics[TITLES[10 + i]][:800]}"))
+            small.append(await _upload(client, f"small{i}.txt", topics[TITLES[10 + i]][:_SMALL]))
         progress.update("answers are streamed")
         during_ms = await _gaps_ms(client, wanted.tokens, wanted.answers)
         (_, beside) = await asyncio.gather(
-            _gaps_ms(client, wanted.tokens, wanted.answers), _upload(client, "beside.txt", topics[TITLES[30]][:800])
+            _gaps_ms(client, wanted.tokens, wanted.answers), _upload(client, "beside.txt", topics[TITLES[30]][:_SMALL])
         )
         job = (await client.get(large)).json()
         if job["status"] != "running":
