@@ -25,7 +25,7 @@ from ragkv.retriever.index import contexts_of, nearest
 from ragkv.workspace import Corpus, Workspace
 
 BATCH_CHUNKS = 64  # or one document, if that has more
-_TURN_S, _STEP_S = 2.0, 1.0  # what others wait for; a turn has several steps
+_TURN_S, _STEP_S = 1.0, 0.5  # what others wait for; a turn has several steps
 _FIRST_STEP, _LONGEST_STEP = 4, 64  # pairs (chunk, context) of the first step, whose time nobody knows; of any step
 _POOL = 64  # chunks of the index from which a batch's contexts are drawn, besides its own
 

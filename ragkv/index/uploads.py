@@ -1,13 +1,12 @@
 """Uploaded documents on their way into the index: kept on disk until they are in it.
 
 `add` returns once the upload is on disk, as text: from then on it is indexed also if the process is killed meanwhile.
-Uploads take turns, every other one the smallest's and the oldest's: a small one needn't wait for large ones to be
+Uploads take turns, the smallest's and the oldest's in alternation: a small one needn't wait for large ones to be
 finished, and none waits forever.
 Files are read by a process of their own (`ragkv.retriever.parse`).
 """
 
 import asyncio
-import itertools
 import json
 import logging
 import secrets
@@ -190,18 +189,21 @@ class Uploads:
     async def _run(self) -> None:
         for upload in list(self._uploads.values()):  # the process may have been killed before this was done
             await asyncio.to_thread(self._replace, upload)
-        for number in itertools.count():
-            await self._take_turn(await self._next(smallest=number % 2 == 0))
+        last: Upload | None = None
+        while True:
+            last = await self._next(last)
+            await self._take_turn(last)
             if self._all_done is not None and not self.num_waiting:
                 await self._all_done()
 
-    async def _next(self, *, smallest: bool) -> Upload:
-        """Return the upload whose turn it is, as soon as there is one."""
+    async def _next(self, last: Upload | None) -> Upload:
+        """Return the upload whose turn it is after that of `last`, as soon as there is one."""
         while True:
             now = time.monotonic()
             unfinished = [upload for upload in self._uploads.values() if upload.status in ("waiting", "running")]
             if ready := [upload for upload in unfinished if upload.retry_at <= now]:
-                return min(ready, key=lambda upload: upload.size_bytes if smallest else upload.created)
+                oldest = min(ready, key=lambda upload: upload.created)
+                return min(ready, key=lambda upload: upload.size_bytes) if last in (None, oldest) else oldest
             self._arrived.clear()
             pause_s = min((upload.retry_at - now for upload in unfinished), default=None)
             with suppress(TimeoutError):
