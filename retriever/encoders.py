@@ -89,14 +89,7 @@ class Embedder:
         """Cut the text into equal parts that fit the model's window, or of `most_tokens` if that is less."""
         if self._window is None or len(text.encode()) <= self._window:  # no token is shorter than a byte
             return [text]
-        window = min(self._window, most_tokens or self._window)
-        options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
-        offsets = self._run(self._model.tokenizer, text, **options)["offset_mapping"]  # (start, end) for each token
-        num_windows = -(-len(offsets) // window)
-        if num_windows <= 1:
-            return [text]
-        cuts = [offsets[len(offsets) * i // num_windows][0] for i in range(1, num_windows)]
-        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return self._run(_windows, self._model.tokenizer, text, min(self._window, most_tokens or self._window))
 
 
 class Reranker:
@@ -125,13 +118,17 @@ class Reranker:
     def scores(self, question: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Return scores `[n]`, one for each text, higher for a better answer to the question; their scale is any.
 
-        Raises ModelError if the model yields anything but finite numbers.
+        A question longer than half of the window is asked in parts, and the best score counts. Raises ModelError if the
+        model yields anything but finite numbers.
         """
         from torch import nn
 
+        parts, limit, tokenizer = [question], self._model.max_seq_length, self._model.tokenizer
+        if limit is not None and getattr(tokenizer, "is_fast", False):
+            parts = self._run(_windows, tokenizer, question, max(1, limit // 2))
         prediction = self._run(
             self._model.predict,
-            [(question, text) for text in texts],
+            [(part, text) for part in parts for text in texts],
             batch_size=self._batch_size,
             show_progress_bar=False,
             activation_fn=nn.Identity(),  # a sigmoid makes all large scores the same 1.0
@@ -139,7 +136,17 @@ class Reranker:
         scores = np.asarray(prediction, np.float32)
         if not np.isfinite(scores).all():
             raise ModelError(f"the reranker {self._name!r} gave a score that is no number; choose another reranker")
-        return scores
+        best: npt.NDArray[np.float32] = scores.reshape(len(parts), len(texts)).max(axis=0)
+        return best
+
+
+def _windows(tokenizer: Any, text: str, most_tokens: int) -> list[str]:
+    """Cut the text into equal parts of at most so many tokens."""
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
+    offsets = tokenizer(text, **options)["offset_mapping"]  # (start, end) for each token
+    num_windows = -(-len(offsets) // most_tokens)
+    cuts = [offsets[len(offsets) * i // num_windows][0] for i in range(1, num_windows)]
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def _in_one_thread() -> Callable[..., Any]:
