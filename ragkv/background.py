@@ -24,7 +24,7 @@ from ragkv.errors import RagKVError
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # since the last answer
-GIVE_WAY_S = 3.0  # for which indexing waits for an idle moment; vLLM's worker gives way to answers in any case
+GIVE_WAY_S = 5.0  # for which indexing waits for an idle moment; vLLM's worker gives way to answers in any case
 RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # names of what is counted
 PAUSE_S = 60.0  # after a failure to restore: the disk may be full
 WINDOW = 20  # answers whose drift decides
