@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIN_SLICE, _MAX_SLICE = 64, 512  # tokens, while other requests are computed
-_PATIENCE = 120  # engine steps: above 100, so that the 99th percentile of what others wait stays
+_PATIENCE = 250  # engine steps: a slice delays two (its own, and that of its last token), and 1% would show in the p99
 _TIDY_INTERVAL_S = 30.0
 _T = TypeVar("_T")
 
