@@ -89,7 +89,9 @@ class Embedder:
         """Cut the text into equal parts that fit the model's window, or of `most_tokens` if that is less."""
         if self._window is None or len(text.encode()) <= self._window:  # no token is shorter than a byte
             return [text]
-        return self._run(_windows, self._model.tokenizer, text, min(self._window, most_tokens or self._window))
+        size = min(self._window, most_tokens or self._window)
+        windows: list[str] = self._run(_windows, self._model.tokenizer, text, size)
+        return windows
 
 
 class Reranker:
