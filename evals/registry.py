@@ -160,6 +160,16 @@ class Soak:
 
 
 @dataclass(frozen=True)
+class Uploads:
+    """While a large file is indexed: how long a small upload takes, and how the tokens of an answer come."""
+
+    mib: float = option("Size of the large file, in MiB.", 10.0, least=0.1)
+    uploads: int = option("Small uploads.", 5, least=1, most=20)
+    answers: int = option("Answers, one after the other, without and with the large file in work.", 4, least=1)
+    tokens: int = option("Longest answer, in tokens.", 200, least=2)
+
+
+@dataclass(frozen=True)
 class Load:
     """Questions that arrive at random, next to vLLM alone: how long to the first token, and between others' tokens."""
 
@@ -189,5 +199,6 @@ EXPERIMENTS = (
     Experiment("store", Store, f"{_WORKLOADS}.disk", tables.store, ("home", "config_file")),
     Experiment("churn", Churn, f"{_ROBUSTNESS}.churn", tables.churn, VLLM, fails=lambda row: row["problems"]),
     Experiment("soak", Soak, f"{_ROBUSTNESS}.soak", tables.soak, VLLM[:-1], fails=lambda row: row["problems"]),
+    Experiment("uploads", Uploads, f"{_WORKLOADS}.uploads", tables.uploads, VLLM[:-1]),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

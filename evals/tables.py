@@ -178,6 +178,16 @@ def faults(rows: Sequence[Row]) -> None:
             out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
+def uploads(rows: Sequence[Row]) -> None:
+    for row in rows:
+        out.print(f"while {row['mib']:g} MiB are indexed ({row['large_done']:,} of {row['large_total']:,} done):")
+        times = ", ".join(f"{seconds:g}" for seconds in row["small_s"])
+        out.print(f"small uploads: {times} s; beside answers: {row['beside_answers_s']:g} s")
+        before, during = row["gap_p99_ms"]
+        out.print(f"p99 between tokens: {before:g} ms without, {during:g} ms with ({row['p99_ratio']:g}×)")
+        out.print(f"the server stopped within {row['stop_s']:g} s")
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 

@@ -9,8 +9,8 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -24,6 +24,7 @@ from ragkv.errors import RagKVError
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # since the last answer
+GIVE_WAY_S = 5.0  # for which indexing waits for an idle moment; vLLM's worker gives way to answers in any case
 RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # names of what is counted
 PAUSE_S = 60.0  # after a failure to restore: the disk may be full
 WINDOW = 20  # answers whose drift decides
@@ -51,6 +52,24 @@ class Idle:
         """Wait until no request has been answered for `IDLE_S`."""
         while (wait := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
             await asyncio.sleep(wait)
+
+
+class Turns:
+    """The turns of what indexes, in one event loop: one at a time, in the order in which they were asked for.
+
+    lock: held during a turn; also by whoever deletes KV that no catalogue mentions.
+    """
+
+    def __init__(self, idle: Idle) -> None:
+        self._idle, self.lock = idle, asyncio.Lock()
+
+    @asynccontextmanager
+    async def next(self) -> AsyncIterator[None]:
+        """Take the next turn, once no request is being answered, or after `GIVE_WAY_S`."""
+        async with self.lock:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), GIVE_WAY_S)
+            yield
 
 
 async def stop(task: "asyncio.Task[None] | None") -> None:

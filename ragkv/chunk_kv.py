@@ -92,31 +92,61 @@ class ChunkKV:
         contexts: Mapping[str, Sequence[Sequence[Span]]],
         done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
     ) -> int:
-        """Precompute the entries that these chunks (hash to token ids) lack. Returns how many lacked the first one.
+        """Precompute the entries that these chunks (hash to token ids) lack: `precompute_alone`, then their means."""
+        num_missing = await self.precompute_alone(engine, store, chunks, done)
+        if self.num_contexts > 1:
+            await self.precompute_means(engine, store, chunks, contexts, done)
+        return num_missing
 
-        contexts: for each chunk, what stands before it for its mean: other chunks, one behind another, in the spans in
-        which they were precomputed; those without KV or without room are left out. done: called with a chunk's hash
-        and the number of contexts for each entry. Raises StoreError if there is no space.
+    async def precompute_alone(
+        self,
+        engine: Engine,
+        store: KVStore,
+        chunks: Mapping[str, Sequence[int]],
+        done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
+    ) -> int:
+        """Precompute those of these chunks (hash to token ids) that aren't stored. Returns how many.
+
+        done: called with a chunk's hash and the number of contexts (one) for each entry. Raises StoreError if there is
+        no space.
         """
 
-        async def run(task: PrecomputeTask | MeanTask, tokens: Sequence[int], num_contexts: int) -> None:
-            await engine.precompute([*self._anchor, *tokens], task)
-            done(task.span.chunk_hash, num_contexts)
+        async def run(chunk_hash: str, tokens: Sequence[int]) -> None:
+            await engine.precompute([*self._anchor, *tokens], PrecomputeTask(self.span(chunk_hash, len(tokens))))
+            done(chunk_hash, 1)
 
         missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
-        await _run_all(run(PrecomputeTask(self.span(h, len(t))), t, 1) for h, t in missing.items())
-        if self.num_contexts > 1:
-            means = []
-            for chunk_hash, tokens in chunks.items():
-                alone = self.span(chunk_hash, len(tokens))
-                if not store.contains(self.key(self.averaged(alone))):
-                    stored = [
-                        [span for span in context if store.contains(self.key(span))]
-                        for context in contexts.get(chunk_hash, ())
-                    ]
-                    means.append((self._mean_task(alone, stored, engine), tokens))
-            await _run_all(run(task, tokens, self.num_contexts - 1) for task, tokens in means)
+        await _run_all(run(h, t) for h, t in missing.items())
         return len(missing)
+
+    async def precompute_means(
+        self,
+        engine: Engine,
+        store: KVStore,
+        chunks: Mapping[str, Sequence[int]],
+        contexts: Mapping[str, Sequence[Sequence[Span]]],
+        done: Callable[[str, int], None] = lambda chunk_hash, num_contexts: None,
+    ) -> None:
+        """Precompute the means that these chunks (hash to token ids) lack.
+
+        contexts: for each chunk, what stands before it: other chunks, one behind another, in the spans in which they
+        were precomputed; those without KV or without room are left out. done, errors: as of `precompute_alone`.
+        """
+
+        async def run(task: MeanTask, tokens: Sequence[int]) -> None:
+            await engine.precompute([*self._anchor, *tokens], task)
+            done(task.span.chunk_hash, self.num_contexts - 1)
+
+        means = []
+        for chunk_hash, tokens in chunks.items():
+            alone = self.span(chunk_hash, len(tokens))
+            if not store.contains(self.key(self.averaged(alone))):
+                stored = [
+                    [span for span in context if store.contains(self.key(span))]
+                    for context in contexts.get(chunk_hash, ())
+                ]
+                means.append((self._mean_task(alone, stored, engine), tokens))
+        await _run_all(run(task, tokens) for task, tokens in means)
 
     def _mean_task(self, alone: Span, contexts: Sequence[Sequence[Span]], engine: Engine) -> MeanTask:
         room = engine.max_model_len - (alone.end - alone.start) - 2  # tokens at the end that vLLM itself computes

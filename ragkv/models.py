@@ -31,6 +31,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 HUB_DUPLICATES = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 WEIGHTS = ("*.safetensors", "*.bin")
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)  # as vLLM has them
 CONFIG_NOISE = {"_name_or_path", "_model_name_or_path", "_commit_hash", "transformers_version"}
 
 
@@ -138,6 +145,16 @@ def model_fingerprint(folder: Path, dtype: str, home: Path) -> str:
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     parts = [canonical, *_weight_digests(weights, home / "fingerprints.json"), dtype]
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+
+def context_length(folder: Path) -> int | None:
+    """Return how many tokens the model was made for, at most, by its config.json; None where it doesn't say."""
+    config = json.loads((folder / "config.json").read_bytes())
+    config = config.get("text_config") or config
+    lengths = [config[key] for key in _LENGTHS if isinstance(config.get(key), int)]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = rope.get("factor")  # by which vLLM stretches it, for most kinds of scaling
+    return int(min(lengths) * max(1, factor if isinstance(factor, int | float) else 1)) if lengths else None
 
 
 def _is_model(folder: Path) -> bool:

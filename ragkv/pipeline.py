@@ -21,7 +21,8 @@ from ragkv.conversation import Fitted, fit, in_one_turn, recent
 from ragkv.engine.engine import Engine
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
 from ragkv.generation import Generation, origins_of
-from ragkv.index.indexer import Indexer, IngestProgress, IngestReport
+from ragkv.index.indexer import Indexer
+from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
@@ -93,10 +94,13 @@ class Pipeline:
         paths: Sequence[Path],
         progress: Callable[[IngestProgress], None] = lambda step: None,
         hint: Hint | None = None,
+        *,
+        allow_empty: bool = False,
     ) -> IngestReport:
         """Bring the index up to date with these files and folders.
 
-        Documents that were indexed from one of these folders and are no longer in it are removed; others stay.
+        Documents that were indexed from one of these folders and are no longer in it are removed; others stay. If all
+        of a folder's would be, that is a DocumentError, unless `allow_empty`.
 
         Unchanged documents cost no work. Interrupted at any moment, it continues where it stopped when run again: a
         document is in the catalogue only once the KV of all its chunks is stored. hint: how the KV of all documents in
@@ -104,9 +108,12 @@ class Pipeline:
         another process is changing the home; a bad document is reported and the others are indexed.
         """
         with self.workspace.home.indexing():
-            scan = await self.indexer.scan_files(paths, progress)
-            await self.indexer.precompute(scan)
+            scan = await self.indexer.scan_files(paths, progress, allow_empty=allow_empty)
+            async with aclosing(self.indexer.precompute(scan)) as turns:
+                async for _ in turns:
+                    pass
             await self.indexer.finish(scan, hint)
+            scan.report.chunks_deleted += await self.indexer.delete_orphans()
             return scan.report
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from ragkv.errors import ContextTooLongError, ModelError
 from ragkv.reasoning import ends_in_reasoning
+from ragkv.retriever.plain_text import PlainTokenizer
 
 _INSTRUCTION = "Answer the question using only the documents below. Be brief."
 _CUE = "\nAnswer:"
@@ -64,6 +65,7 @@ class PromptLayout:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             raise ModelError(f"no usable tokenizer in {model}: {error}") from error
+        self._plain = PlainTokenizer(model)
         before, between, after = _parts(self._render([self._user_text]))
         self.anchor: list[int] = self._encode(before)
         self._asking: list[int] = self._encode(between)
@@ -81,17 +83,17 @@ class PromptLayout:
 
         Control tokens that are spelt out in question or answer become ordinary text.
         """
-        asked = [*self._asking, *self._encode(question, plain=True)]
+        asked = [*self._asking, *self._plain.encode(question)]
         if answer is None:
             return [*asked, *self._closing]
-        return [*asked, *self._answering, *self._encode(answer, plain=True), *self._reopening]
+        return [*asked, *self._answering, *self._plain.encode(answer), *self._reopening]
 
     def instruction_tokens(self, instruction: str) -> list[int]:
         """Return what is put before the tokens of the first question: the date, if the chat template prints it, and the
         user's own instruction."""
         today = date.today()
         dated = f"Today is {today.day} {today:%B %Y}." if self.tells_date else ""
-        return self._encode("".join(f"{text}\n\n" for text in (dated, instruction) if text), plain=True)
+        return self._plain.encode("".join(f"{text}\n\n" for text in (dated, instruction) if text))
 
     def measured(self, text: str, limit: int) -> tuple[str, int]:
         """Return a text and its number of tokens; of one that has clearly more than `limit`, a beginning that has more.
@@ -100,10 +102,10 @@ class PromptLayout:
         """
         num_tokens = 0
         for end in range(_PIECE, len(text), _PIECE):
-            num_tokens += len(self._encode(text[end - _PIECE : end], plain=True)) - _CUT
+            num_tokens += len(self._plain.encode(text[end - _PIECE : end])) - _CUT
             if num_tokens > limit:
                 return text[:end], num_tokens
-        return text, len(self._encode(text, plain=True))
+        return text, len(self._plain.encode(text))
 
     def check_question(self, question: str, instruction: str, max_model_len: int) -> int:
         """Return how many tokens an answer may have if no chunk stands before the question.
@@ -147,9 +149,9 @@ class PromptLayout:
             token_ids += question
         return Prompt(token_ids, len(self.anchor), ranges, self._ends_in_reasoning)
 
-    def _encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """Tokenise. plain: control tokens that are spelt out become ordinary text."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+    def _encode(self, text: str) -> list[int]:
+        """Tokenise text of the template, which has control tokens."""
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
     def _render(self, messages: Sequence[str]) -> str:

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ragkv import models
 from ragkv.answer import Source
-from ragkv.background import Idle
+from ragkv.background import Idle, Turns
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
+from ragkv.errors import ConfigError
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
+from ragkv.index.work import Draft
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.encoders import Embedder, Reranker
@@ -24,21 +26,34 @@ logger = logging.getLogger(__name__)
 
 
 class Corpus:
-    """One tenant's documents, open: their catalogue, the index of their vectors and, in hybrid mode, of their words."""
+    """One tenant's documents, open: their catalogue, the index of their vectors and, in hybrid mode, of their words.
+
+    drafts: documents that are being indexed, and aren't in the catalogue yet.
+    """
 
     def __init__(self, home: Home, tenant: str, config: RetrievalConfig) -> None:
         self.tenant = tenant
         self.catalog = home.open_catalog(tenant)
         self.index = VectorIndex(self.catalog)
         self.keywords = KeywordIndex(self.catalog) if config.mode == "hybrid" else None
+        self.drafts: set[Draft] = set()
+
+    def unneeded(self, chunk_hashes: Iterable[str]) -> set[str]:
+        """Return those of these chunks that no document has, nor any draft."""
+        return self.catalog.unreferenced(chunk_hashes) - self.drafted
+
+    @property
+    def drafted(self) -> set[str]:
+        """The hashes of the drafts' chunks. Thread-safe."""
+        return {piece.chunk_hash for draft in list(self.drafts) for piece in draft.pieces}
 
 
 class Workspace:
     """An open home that was checked to belong to the configured models, with the embedder and, once needed, vLLM.
 
-    engine: None until vLLM has started. precomputing: a lock for precomputing chunks of documents that are in no
-    catalogue yet, and for deleting KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
-    a home of another model or version.
+    engine: None until vLLM has started. turns: of what precomputes chunks of documents that are in no catalogue yet, or
+    deletes KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
+    a home of another model or version, ConfigError for chunks that fit into no prompt.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -49,10 +64,11 @@ class Workspace:
         self.home.check_owner(self.owner)
         self.main = Corpus(self.home, MAIN, config.retrieval)
         self._corpora = {MAIN: self.main}
-        report(f"loading {config.index.embedder}")
         self.layout = PromptLayout(self.folder, thinking=config.model.thinking)
+        self._check_chunk_tokens()
         self.anchor_hash = chunk_hash(self.layout.anchor)
         self.chunker = Chunker(self.folder, config.index.chunk_tokens, config.index.chunk_overlap)
+        report(f"loading {config.index.embedder}")
         self.embedder = Embedder(models.resolve(config.index.embedder, config.home))
         self._scores: Scores | None = None
         if config.retrieval.reranker is not None:
@@ -60,8 +76,23 @@ class Workspace:
         self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
-        self.idle, self.precomputing = Idle(), asyncio.Lock()
+        self.idle = Idle()
+        self.turns = Turns(self.idle)
         self._starting = asyncio.Lock()
+
+    def _check_chunk_tokens(self) -> None:
+        config, limits = self.config, (self.config.model.max_model_len, models.context_length(self.folder))
+        context = min((limit for limit in limits if limit is not None), default=None)
+        if context is None:
+            return
+        taken = len(self.layout.anchor) + len(self.layout.question_tokens("Why?")) + config.answer.max_tokens
+        if config.index.chunk_tokens > context - taken:
+            raise ConfigError(
+                f"index.chunk_tokens = {config.index.chunk_tokens} is more than fits into the model's context of "
+                f"{context} tokens: instruction, question and an answer of answer.max_tokens = "
+                f"{config.answer.max_tokens} leave {max(0, context - taken)}; lower one of the two"
+                + (", or raise model.max_model_len" if context == config.model.max_model_len else "")
+            )
 
     def corpus(self, tenant: str) -> Corpus:
         """Open a tenant's documents, or return them if they are open. Raises ConfigError for a name that is none."""

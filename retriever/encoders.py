@@ -14,6 +14,8 @@ from ragkv.errors import ModelError
 
 log = logging.getLogger(__name__)
 
+_QUESTION_PART = 64  # tokens, about a paragraph: docs/log/2026-11.md
+
 Vectors = npt.NDArray[np.float32]
 
 
@@ -49,10 +51,14 @@ class Embedder:
         return _normalised(vectors)
 
     def embed_question(self, question: str) -> Vectors:
-        """Return the question's unit vector `[dimension]`, with the model's own prompt for questions if it has one."""
-        encoded = self._run(self._model.encode_query, [question], show_progress_bar=False, convert_to_numpy=True)
-        unit: Vectors = _normalised(np.asarray(encoded, np.float32))[0]
-        return unit
+        """Return the question's unit vector, with the model's own prompt for questions if it has one: `[1, dimension]`.
+
+        A question longer than the model's window gets a vector for each of its parts `[n, dimension]`, since most of it
+        (a mail, a log) is not what is asked: docs/log/2026-11.md.
+        """
+        parts = [question] if self._fits(question) else self._windows(question, _QUESTION_PART)
+        encoded = self._run(self._model.encode_query, parts, show_progress_bar=False, convert_to_numpy=True)
+        return _normalised(np.asarray(encoded, np.float32))
 
     def _encode(self, texts: list[str]) -> Vectors:
         encoded = self._run(
@@ -76,17 +82,16 @@ class Embedder:
         prompts = [prompt or "" for prompt in (self._model.prompts or {}).values()]
         return max(1, limit - max(len(self._model.tokenizer(prompt)["input_ids"]) for prompt in ["", *prompts]))
 
-    def _windows(self, text: str) -> list[str]:
-        """Cut the text into equal parts that fit the model's window."""
+    def _fits(self, text: str) -> bool:
+        return len(self._windows(text)) == 1
+
+    def _windows(self, text: str, most_tokens: int | None = None) -> list[str]:
+        """Cut the text into equal parts that fit the model's window, or of `most_tokens` if that is less."""
         if self._window is None or len(text.encode()) <= self._window:  # no token is shorter than a byte
             return [text]
-        options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
-        offsets = self._run(self._model.tokenizer, text, **options)["offset_mapping"]  # (start, end) for each token
-        num_windows = -(-len(offsets) // self._window)
-        if num_windows <= 1:
-            return [text]
-        cuts = [offsets[len(offsets) * i // num_windows][0] for i in range(1, num_windows)]
-        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        size = min(self._window, most_tokens or self._window)
+        windows: list[str] = self._run(_windows, self._model.tokenizer, text, size)
+        return windows
 
 
 class Reranker:
@@ -115,13 +120,17 @@ class Reranker:
     def scores(self, question: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Return scores `[n]`, one for each text, higher for a better answer to the question; their scale is any.
 
-        Raises ModelError if the model yields anything but finite numbers.
+        A question longer than half of the window is asked in parts, and the best score counts. Raises ModelError if the
+        model yields anything but finite numbers.
         """
         from torch import nn
 
+        parts, limit, tokenizer = [question], self._model.max_seq_length, self._model.tokenizer
+        if limit is not None and getattr(tokenizer, "is_fast", False):
+            parts = self._run(_windows, tokenizer, question, max(1, limit // 2))
         prediction = self._run(
             self._model.predict,
-            [(question, text) for text in texts],
+            [(part, text) for part in parts for text in texts],
             batch_size=self._batch_size,
             show_progress_bar=False,
             activation_fn=nn.Identity(),  # a sigmoid makes all large scores the same 1.0
@@ -129,7 +138,17 @@ class Reranker:
         scores = np.asarray(prediction, np.float32)
         if not np.isfinite(scores).all():
             raise ModelError(f"the reranker {self._name!r} gave a score that is no number; choose another reranker")
-        return scores
+        best: npt.NDArray[np.float32] = scores.reshape(len(parts), len(texts)).max(axis=0)
+        return best
+
+
+def _windows(tokenizer: Any, text: str, most_tokens: int) -> list[str]:
+    """Cut the text into equal parts of at most so many tokens."""
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
+    offsets = tokenizer(text, **options)["offset_mapping"]  # (start, end) for each token
+    num_windows = -(-len(offsets) // most_tokens)
+    cuts = [offsets[len(offsets) * i // num_windows][0] for i in range(1, num_windows)]
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def _in_one_thread() -> Callable[..., Any]:

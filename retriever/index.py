@@ -82,18 +82,23 @@ class VectorIndex:
 
 
 def nearest(
-    chunk_hashes: Sequence[str], vectors: npt.NDArray[np.float32], catalog: Catalog, index: VectorIndex, count: int
+    which: Sequence[int],
+    chunk_hashes: Sequence[str],
+    vectors: npt.NDArray[np.float32],
+    catalog: Catalog,
+    index: VectorIndex,
+    count: int,
 ) -> dict[str, list[str]]:
-    """Return, for each of these chunks, the hashes of the `count` nearest others, best first.
+    """Return, for those of these chunks that `which` counts up, the hashes of the `count` nearest others, best first.
 
     They are likely to stand next to it in a prompt, and are taken from these chunks and from the index. vectors:
     `[n, dim]`, of these chunks.
     """
-    similarity = vectors @ vectors.T  # [n, n]
     neighbours: dict[str, list[str]] = {}
-    for i, chunk_hash in enumerate(chunk_hashes):
-        best = np.argsort(-similarity[i])[: count + _MORE]
-        scored = [(float(similarity[i, j]), chunk_hashes[j]) for j in best]
+    for i in which:
+        chunk_hash, similarity = chunk_hashes[i], vectors @ vectors[i]  # [n]
+        best = np.argsort(-similarity, kind="stable")[: count + _MORE]
+        scored = [(float(similarity[j]), chunk_hashes[j]) for j in best]
         hits = index.search(vectors[i], count + _MORE)
         hash_of = {chunk.id: chunk.chunk_hash for chunk in catalog.chunks(id for id, _ in hits)}
         scored += [(score, hash_of[id]) for id, score in hits if id in hash_of]

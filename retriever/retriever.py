@@ -38,8 +38,9 @@ class Hit:
 class Retriever:
     """The search of one catalogue as it is now, also after another process has changed it. Usable from many threads.
 
-    embed: makes a question a vector. keywords: searched next to the vectors; the two rankings are fused. scores: order
-    the hits anew. candidates: how many chunks each search returns for these two, if no more are requested.
+    embed: makes a question one unit vector, or one of each of its parts: `[n, dim]`. keywords: searched next to the
+    vectors; the two rankings are fused. scores: order the hits anew. candidates: how many chunks each search returns
+    for these two, if no more are requested.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Retriever:
     ) -> None:
         self._catalog = catalog
         self._index = index
-        self._vector = lru_cache(_NUM_VECTORS)(embed)
+        self._embed = lru_cache(_NUM_VECTORS)(embed)
         self._keywords = keywords
         self._scores = scores
         self._candidates = candidates
@@ -68,23 +69,37 @@ class Retriever:
         if top_k < 1:
             raise ConfigError(f"top_k is {top_k}; ask for at least one chunk")
         asked = [(text, _EARLIER**i) for i, text in enumerate([question, *reversed(earlier)][:_NUM_EARLIER])]
-        mean = np.sum([weight * self._vector(text) for text, weight in asked], axis=0)
-        vector: Vector = mean / np.linalg.norm(mean)
+        vectors = self._vectors(asked)
         depth = top_k if self._keywords is None and self._scores is None else max(top_k, self._candidates)
-        hits = self._distinct(partial(self._index.search, vector), depth)
+        hits = self._distinct(partial(self._by_vectors, vectors), depth)
         if self._keywords is not None:
-            hits = _fused([hits, self._with_words(self._keywords, asked, vector, depth)])[:depth]
+            hits = _fused([hits, self._with_words(self._keywords, asked, vectors, depth)])[:depth]
         if self._scores is not None and hits:
             best = np.argsort(-self._scores(question, [hit.chunk.text for hit in hits]), kind="stable")
             hits = [hits[i] for i in best]
         return hits[:top_k]
 
+    def _vectors(self, asked: Sequence[tuple[str, float]]) -> Vector:
+        """Return a unit vector for each part of the question `[n, dim]`, each with the earlier questions in it."""
+        (question, _), *earlier = asked
+        before = [weight * self._embed(text).mean(axis=0) for text, weight in earlier]
+        mean = sum(before, self._embed(question))
+        return np.asarray(mean / np.linalg.norm(mean, axis=1, keepdims=True), np.float32)
+
+    def _by_vectors(self, vectors: Vector, count: int) -> list[tuple[int, float]]:
+        """Return `count` chunks by their similarity to whichever vector is nearest."""
+        best: dict[int, float] = {}
+        for vector in vectors:
+            for id, score in self._index.search(vector, count):
+                best[id] = max(score, best.get(id, score))
+        return sorted(best.items(), key=lambda item: -item[1])[:count]
+
     def _with_words(
-        self, keywords: KeywordIndex, asked: Sequence[tuple[str, float]], vector: Vector, count: int
+        self, keywords: KeywordIndex, asked: Sequence[tuple[str, float]], vectors: Vector, count: int
     ) -> list[Hit]:
         found = self._distinct(partial(keywords.search, asked), count)
-        ids, vectors = self._catalog.vectors(hit.chunk.id for hit in found)
-        cosines = dict(zip(ids, (vectors @ vector).tolist(), strict=True)) if ids else {}
+        ids, of_chunks = self._catalog.vectors(hit.chunk.id for hit in found)
+        cosines = dict(zip(ids, (of_chunks @ vectors.T).max(axis=1).tolist(), strict=True)) if ids else {}
         return [replace(hit, score=cosines[hit.chunk.id]) for hit in found if hit.chunk.id in cosines]
 
     def _distinct(self, search: Callable[[int], list[tuple[int, float]]], count: int) -> list[Hit]:

@@ -269,3 +269,18 @@ def write_gguf(path: Path) -> Any:
     writer.write_tensors_to_file()
     writer.close()
     return embedding
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"n_positions": 1024, "max_position_embeddings": 2048}, 1024),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        ({"model_type": "mamba"}, None),
+    ],
+)
+def test_the_context_that_a_model_was_made_for(tmp_path: Path, config: dict[str, Any], expected: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert models.context_length(tmp_path) == expected

@@ -8,7 +8,7 @@ import pytest
 
 from ragkv import models
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
-from ragkv.errors import ModelError
+from ragkv.errors import ConfigError, ModelError
 from ragkv.retriever.chunking import ChunkText
 from ragkv.workspace import Workspace
 
@@ -55,3 +55,18 @@ def test_hybrid_finds_by_words(home: Path, tenant: str) -> None:
 def test_what_is_no_reranker_is_told_at_once(home: Path, reranker: str, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         Workspace(Config(home=home, retrieval={"reranker": reranker}), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": {"max_model_len": 512}}, r"chunk_tokens = 512 .* context of 512 .* or raise model.max_model_len"),
+        ({"index": {"chunk_tokens": 8192}}, r"chunk_tokens = 8192 .* context of 8192 tokens.* leave \d+; lower one"),
+        ({"model": {"max_model_len": 768}, "answer": {"max_tokens": 700}}, r"answer.max_tokens = 700 leave \d+;"),
+    ],
+)
+def test_chunks_that_fit_into_no_prompt_are_told_before_anything_is_loaded(home: Path, settings, problem) -> None:
+    reported: list[str] = []
+    with pytest.raises(ConfigError, match=problem):
+        Workspace(Config(home=home, **settings), reported.append)
+    assert not reported

@@ -21,7 +21,7 @@ from ragkv.retriever.documents import SUFFIXES, find_files, is_visible
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
     from ragkv.controller.cost_model import Profile
-    from ragkv.index.indexer import IngestReport
+    from ragkv.index.work import IngestReport
     from ragkv.pipeline import Pipeline
     from ragkv.server.tenants import Tenants
     from ragkv.store.eviction import Hint
@@ -36,6 +36,9 @@ def index(
             help="When the store is full: pin (never evicted), session (kept while used), ephemeral (evicted first)."
         ),
     ] = None,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="Remove a folder's documents also if the folder is empty now.")
+    ] = False,
     tenant: Tenant = MAIN,
     verbose: Verbose = False,
 ) -> None:
@@ -50,7 +53,7 @@ def index(
     find_files(paths)  # reports a bad path before a model is loaded
     prepare(log_file(config), verbose)
     try:
-        report = asyncio.run(_index(config, paths, treated, tenant))
+        report = asyncio.run(_index(config, paths, treated, tenant, allow_empty=allow_empty))
     except KeyboardInterrupt:
         err.print("interrupted; run it again to continue")
         raise
@@ -59,12 +62,14 @@ def index(
         raise typer.Exit(1)
 
 
-async def _index(config: Config, paths: list[Path], hint: "Hint | None", tenant: str) -> "IngestReport":
+async def _index(
+    config: Config, paths: list[Path], hint: "Hint | None", tenant: str, *, allow_empty: bool
+) -> "IngestReport":
     async with opened(config, for_index_of=paths, tenant=tenant) as pipeline:
         if pipeline.is_ready:
             await _profile_once(pipeline)  # first, so that its chunks evict none of these documents'
         with output.IngestBars() as bars:
-            return await pipeline.ingest(paths, bars.update, hint)
+            return await pipeline.ingest(paths, bars.update, hint, allow_empty=allow_empty)
 
 
 def ask(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ragkv.cli.diagnosis import Finding
     from ragkv.controller.cost_model import Profile
     from ragkv.index.deletion import Deletion, Garbage
-    from ragkv.index.indexer import IngestProgress, IngestReport
+    from ragkv.index.work import IngestProgress, IngestReport
     from ragkv.store.admin import StoreStats, Verification
     from ragkv.store.transfer import Transfer
 

@@ -4,61 +4,26 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 """
 
 import asyncio
-import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
-from ragkv.chunk_kv import ChunkKV
-from ragkv.engine.task import ROOT_HASH, Span
+from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
+from ragkv.index.ingest import Ingest, draw_contexts
+from ragkv.index.work import IngestProgress, IngestReport, ReportProgress
 from ragkv.retriever.catalog import Chunk
-from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document, document_name, find_files, source_file
-from ragkv.retriever.encoders import Vectors
-from ragkv.retriever.hashing import chunk_hash
-from ragkv.retriever.index import contexts_of, nearest
 from ragkv.retriever.parse import Reader
 from ragkv.store.eviction import Hint
 from ragkv.workspace import Corpus, Workspace
 
-_DOCUMENT_BATCH_CHUNKS = 64
-_POOL = 64  # chunks of the index from which a batch's contexts are drawn, besides its own
-
-
-@dataclass(frozen=True)
-class IngestProgress:
-    """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs.
-
-    item: the file's name or the document's title; "" where it is none in particular.
-    """
-
-    stage: str
-    done: int
-    total: int
-    item: str
-
-
-ReportProgress = Callable[[IngestProgress], None]
-Work = tuple[Document, list[ChunkText]]  # a document that is new or changed, or chunks of it have no KV
-
-
-@dataclass
-class IngestReport:
-    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
-
-    documents_new: int = 0
-    documents_changed: int = 0
-    documents_unchanged: int = 0
-    documents_removed: int = 0
-    chunks_prefilled: int = 0
-    chunks_deleted: int = 0
-    rejected: list[str] = field(default_factory=list)
+_NUM_NAMED = 3  # of the documents that an error is about
 
 
 @dataclass
@@ -67,8 +32,8 @@ class Scan:
 
     is_withdrawn: whether a document, by its id, is not to be indexed any more.
     files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
-    work: the documents to index. missing: ids of indexed documents whose files no longer have them. done, total: pairs
-    (chunk, context) of the work.
+    work: the documents that are new or changed, or chunks of them have no KV. missing: ids of indexed documents whose
+    files no longer have them.
     """
 
     progress: ReportProgress = lambda step: None
@@ -76,10 +41,8 @@ class Scan:
     files: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
-    work: list[Work] = field(default_factory=list)
+    work: list[Document] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    total: int = 0
-    done: int = 0
     report: IngestReport = field(default_factory=IngestReport)
 
 
@@ -88,14 +51,17 @@ class Indexer:
 
     def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
         self._workspace, self._settings = workspace, workspace.config.index
-        self._catalog, self._index = corpus.catalog, corpus.index
-        self._in_work: set[str] = set()  # ids of the documents whose chunks are being precomputed
-        self._precomputed: set[str] = set()  # hashes of these chunks
+        self._corpus, self._catalog = corpus, corpus.catalog
 
-    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress) -> Scan:
-        """Read these files and folders, and chunk the documents that are new or changed."""
+    async def scan_files(self, paths: Sequence[Path], progress: ReportProgress, *, allow_empty: bool = False) -> Scan:
+        """Read these files and folders, and find the documents that are new or changed.
+
+        Raises DocumentError for a folder that documents were indexed from and that is empty now, unless allow_empty.
+        """
         files = find_files(paths)
         scan = Scan(progress, files={document_name(str(file.resolve())) for file in files})
+        if not allow_empty:
+            self._check_emptied(paths, scan)
         await asyncio.to_thread(self._consider, _loaded(files, scan), scan)
         scan.missing = self._missing(paths, scan)
         return scan
@@ -106,83 +72,97 @@ class Indexer:
         progress: ReportProgress,
         hint: Hint | None,
         is_withdrawn: Callable[[str], bool],
-    ) -> IngestReport:
-        """Index documents that were read already, and remove other documents of the same files.
+    ) -> AsyncGenerator[IngestReport | None, None]:
+        """Index documents that were read already, a turn at a time, and remove other documents of the same files.
 
-        is_withdrawn: called with a document's id just before the document is entered into the catalogue.
+        Yields None between two turns, at last what was done. is_withdrawn: called with a document's id up
+        to the moment when the document is entered into the catalogue.
         """
         with self._workspace.home.indexing():
             scan = Scan(progress, is_withdrawn)
             await asyncio.to_thread(self._consider, documents, scan)
-            scan.files = set(map(source_file, scan.documents))
-            await self.precompute(scan)
+            async with aclosing(self.precompute(scan)) as turns:
+                async for _ in turns:
+                    yield None
+            scan.files = {source_file(id) for id in scan.documents if not is_withdrawn(id)}
             ids = {id for file in scan.files for id in self._catalog.document_ids_of(file)}
             scan.missing = [id for id in sorted(ids - scan.documents) if source_file(id) in scan.files]
             await self.finish(scan, hint)
-            return scan.report
+            yield scan.report
 
     async def delete(self, ids: Collection[str]) -> Deletion:
         """Delete these documents with their vectors and KV: none of them is on disk when it returns.
 
-        Waits for a batch in work that has one of them. Raises BusyError if another process is changing the home.
+        Waits for a turn to end if one of them is being indexed. Raises BusyError if another process is changing the
+        home.
         """
         with self._workspace.home.indexing():
-            async with self._workspace.precomputing if self._in_work & set(ids) else nullcontext():
-                store, kept = self._workspace.store, set(self._precomputed)
+            drafts = {draft for draft in list(self._corpus.drafts) if draft.document.id in ids}
+            async with self._workspace.turns.lock if drafts else nullcontext():
+                self._corpus.drafts -= drafts
+                for draft in drafts:
+                    draft.dropped = True
+                    await asyncio.to_thread(self._forget, [piece.chunk_hash for piece in draft.pieces])
+                store, kept = self._workspace.store, self._corpus.drafted
                 return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
 
-    async def precompute(self, scan: Scan) -> None:
-        """Precompute the KV of a scan's chunks and enter its documents into the catalogue, batch by batch."""
+    async def precompute(self, scan: Scan) -> AsyncGenerator[None, None]:
+        """Precompute the KV of a scan's documents and enter them into the catalogue. Yields between two turns."""
         self._workspace.home.claim(self._catalog, self._workspace.owner)
         self._workspace.main.catalog.put_setting(NUM_CONTEXTS_SETTING, str(self._settings.num_contexts))
         self._workspace.main.catalog.put_setting(ANCHOR_SETTING, self._workspace.anchor_hash)
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
-        scan.total = self._settings.num_contexts * sum(len(chunks) for _, chunks in scan.work)
-        for batch in _batches(scan.work):
-            async with self._workspace.precomputing:
-                self._in_work = {document.id for document, _ in batch}
-                try:
-                    await self._ingest_batch(batch, scan)
-                finally:
-                    self._in_work, self._precomputed = set(), set()
+        work, scan.work = scan.work, []  # so that texts are kept no longer than they are needed
+        ingest = Ingest(
+            self._workspace, self._corpus, work, self._document_digest, scan.is_withdrawn, scan.progress, scan.report
+        )
+        async with aclosing(ingest.turns()) as turns:
+            async for _ in turns:
+                yield
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
-        """Remove the missing documents and the KV that nothing uses, and apply the hint."""
+        """Remove the missing documents with their KV, and apply the hint."""
         store = self._workspace.store
 
         def finish() -> None:
             unused = self._catalog.chunk_hashes_of(scan.missing)
             for id in scan.missing:
                 self._catalog.delete_document(id)
-            unused |= set(store.chunk_hashes(evicted=True))  # an interrupted run may have left some without a document
-            unused -= self._workspace.home.chunk_hashes() | {self._workspace.anchor_hash}
-            if unused:
-                store.delete(unused)
             scan.report.documents_removed += len(scan.missing)
-            scan.report.chunks_deleted += len(unused)
+            scan.report.chunks_deleted += self._forget(unused)
             if hint is not None:
                 store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
 
-        async with self._workspace.precomputing:
+        async with self._workspace.turns.lock:
             await asyncio.to_thread(finish)
 
+    async def delete_orphans(self) -> int:
+        """Delete the KV that no tenant's documents have: interrupted runs may have left some. Returns how many chunks.
+
+        Call it while nobody is to continue such a run.
+        """
+        store = self._workspace.store
+
+        def delete() -> int:
+            unused = set(store.chunk_hashes(evicted=True)) - self._workspace.home.chunk_hashes()
+            unused.discard(self._workspace.anchor_hash)
+            if unused:
+                store.delete(unused)
+            return len(unused)
+
+        async with self._workspace.turns.lock:
+            return await asyncio.to_thread(delete)
+
     def _consider(self, documents: Iterable[Document], scan: Scan) -> None:
-        """Chunk the documents, but those that the catalogue has as they are."""
+        """Take the documents into the scan's work, but those that the catalogue has as they are."""
         stored = self._stored(self._workspace.anchor_hash)
         for document in documents:
             scan.documents.add(document.id)
             if self._is_current(document, stored):
                 scan.report.documents_unchanged += 1
-                continue
-            try:
-                scan.work.append((document, self._workspace.chunker.split(document)))
-            except DocumentError as error:
-                scan.report.rejected.append(str(error))
-                continue
-            is_new = self._catalog.document_digest(document.id) is None
-            scan.report.documents_new += is_new
-            scan.report.documents_changed += not is_new
+            else:
+                scan.work.append(document)
 
     def _is_current(self, document: Document, stored: set[str]) -> bool:
         """Return whether the catalogue has the document as it is, and `stored` all of its chunks."""
@@ -222,58 +202,6 @@ class Indexer:
         keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
         return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == context}
 
-    async def _ingest_batch(self, batch: Sequence[Work], scan: Scan) -> None:
-        """Prefill the batch's chunks that have no KV yet, all at once, then enter its documents into the catalogue."""
-        engine, catalog = await self._workspace.start(), self._catalog
-        chunks = [chunk for _, of_document in batch for chunk in of_document]
-        titles = [document.title for document, of_document in batch for _ in of_document]
-        vectors = await asyncio.to_thread(self._workspace.embedder.embed, [chunk.text for chunk in chunks])
-        hashes = [chunk_hash(chunk.token_ids, catalog.scope) for chunk in chunks]
-        self._precomputed = set(hashes)
-        end_of_batch = scan.done + self._settings.num_contexts * len(chunks)
-        if self._workspace.fuses:
-            title_of = dict(zip(hashes, titles, strict=True))
-            tokens = dict(zip(hashes, (chunk.token_ids for chunk in chunks), strict=True))
-            kv = self._workspace.chunk_kv(engine)
-            contexts = await asyncio.to_thread(self._contexts, kv, tokens, hashes, vectors)
-
-            def advance(chunk_hash: str, num_contexts: int) -> None:
-                scan.done += num_contexts
-                scan.progress(IngestProgress("prefill", scan.done, scan.total, title_of[chunk_hash]))
-
-            scan.report.chunks_prefilled += await kv.precompute(
-                engine, self._workspace.store, tokens, contexts, advance
-            )
-        scan.done = end_of_batch
-        scan.progress(IngestProgress("prefill", scan.done, scan.total, ""))
-        start = 0
-        for document, of_document in batch:
-            end = start + len(of_document)
-            unused = set(hashes[start:end])
-            if not scan.is_withdrawn(document.id):
-                digest, unused = self._document_digest(document), catalog.chunk_hashes_of([document.id])
-                catalog.put_document(document.id, document.title, digest, of_document, vectors[start:end])
-            scan.report.chunks_deleted += self._forget(unused)
-            start = end
-
-    def _contexts(
-        self, kv: ChunkKV, chunks: Mapping[str, Sequence[int]], chunk_hashes: Sequence[str], vectors: Vectors
-    ) -> dict[str, list[list[Span]]]:
-        """Return, for each chunk, what may stand before it in a prompt: the contexts of its mean."""
-        if kv.num_contexts == 1:
-            return {}
-        ids = sorted(self._catalog.chunk_ids())
-        drawn = self._catalog.chunks(random.Random(0).sample(ids, min(len(ids), _POOL)))
-        pool = [*dict.fromkeys([*chunk_hashes, *(chunk.chunk_hash for chunk in drawn)])]
-        nearest_of = nearest(chunk_hashes, vectors, self._catalog, self._index, kv.num_contexts - 1)
-        contexts = {chunk_hash: contexts_of(chunk_hash, near, pool) for chunk_hash, near in nearest_of.items()}
-        lengths = self._catalog.num_tokens({each for of in contexts.values() for context in of for each in context})
-        lengths |= {chunk_hash: len(tokens) for chunk_hash, tokens in chunks.items()}
-        return {
-            chunk_hash: [[kv.span(other, lengths[other]) for other in context if other in lengths] for context in of]
-            for chunk_hash, of in contexts.items()
-        }
-
     def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
         """Return the ids of indexed documents that these files and folders had and no longer have."""
         folders = [document_name(str(path.expanduser().resolve())) for path in paths if path.is_dir()]
@@ -285,9 +213,28 @@ class Indexer:
                 missing.append(id)
         return missing
 
+    def _check_emptied(self, paths: Sequence[Path], scan: Scan) -> None:
+        """Raise DocumentError if all documents of a folder would go: it may be a disk that isn't mounted."""
+        given = {Path(document_name(str(path.expanduser().resolve()))) for path in paths if path.is_dir()}
+        with_files = {folder for file in scan.files for folder in Path(file).parents}
+        emptied: dict[Path, list[str]] = {}
+        for id in self._missing(paths, scan):
+            for folder in Path(source_file(id)).parents:
+                is_below = any(folder.is_relative_to(each) for each in given)
+                if is_below and folder not in with_files and (folder in given or _is_empty(folder)):
+                    emptied.setdefault(folder, []).append(id)
+                    break
+        for folder, ids in emptied.items():
+            names = ", ".join(sorted(Path(id).name for id in ids)[:_NUM_NAMED])
+            raise DocumentError(
+                f"{str(folder)!r} has no documents now; {len(ids)} were indexed from it ({names}"
+                f"{', …' if len(ids) > _NUM_NAMED else ''}). If its disk isn't mounted, mount it; to remove them "
+                "from the index, give --allow-empty"
+            )
+
     def _forget(self, hashes: Iterable[str]) -> int:
         """Delete the KV of those of these chunks that no document has. Returns how many chunks it was."""
-        unused = self._catalog.unreferenced(hashes)
+        unused = self._corpus.unneeded(hashes)
         if unused:
             self._workspace.store.delete(unused)
         return len(unused)
@@ -311,7 +258,8 @@ class Indexer:
         engine = await self._workspace.start()
         kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
         _, vectors = self._catalog.vectors([chunk.id])
-        contexts = await asyncio.to_thread(self._contexts, kv, chunks, [chunk_hash], vectors)
+        lengths = {chunk_hash: len(chunk.token_ids)}
+        contexts = await asyncio.to_thread(draw_contexts, self._corpus, kv, [0], [chunk_hash], lengths, vectors)
         await kv.precompute(engine, self._workspace.store, chunks, contexts)
         return not self._forget([chunk_hash])  # the document may have been deleted meanwhile
 
@@ -334,13 +282,5 @@ def _loaded(files: Sequence[Path], scan: Scan) -> Iterator[Document]:
     scan.progress(IngestProgress("load", len(files), len(files), ""))
 
 
-def _batches(work: Sequence[Work]) -> Iterable[list[Work]]:
-    """Yield whole documents in batches of at least 64 chunks; an interruption costs no more than the batch in work."""
-    batch: list[Work] = []
-    for item in work:
-        batch.append(item)
-        if sum(len(chunks) for _, chunks in batch) >= _DOCUMENT_BATCH_CHUNKS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is None

@@ -1,6 +1,8 @@
-"""Uploaded documents on their way into the index: kept on disk until they are in it, one upload after the other.
+"""Uploaded documents on their way into the index: kept on disk until they are in it.
 
 `add` returns once the upload is on disk, as text: from then on it is indexed also if the process is killed meanwhile.
+Uploads take turns, the smallest's and the oldest's in alternation: a small one needn't wait for large ones to be
+finished, and none waits forever.
 Files are read by a process of their own (`ragkv.retriever.parse`).
 """
 
@@ -11,7 +13,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Literal
 from ragkv.background import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
 from ragkv.files import atomic_write, sync_folder
-from ragkv.index.indexer import IngestProgress, IngestReport
+from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
 from ragkv.store.eviction import Hint
@@ -36,8 +38,9 @@ _NUM_FINISHED, _NUM_FINISHED_FILES = 1000, 10_000  # uploads that are remembered
 _DOCUMENTS, _UPLOAD, _UNFINISHED = "documents.jsonl", "upload.json", ".new"
 
 Status = Literal["waiting", "running", "done", "failed"]
+Turns = AsyncGenerator[IngestReport | None, None]  # None between two turns, the report at the end
 Ingest = Callable[  # as `Indexer.ingest_documents`
-    [Iterator[Document], Callable[[IngestProgress], None], Hint | None, Callable[[str], bool]], Awaitable[IngestReport]
+    [Iterator[Document], Callable[[IngestProgress], None], Hint | None, Callable[[str], bool]], Turns
 ]
 
 
@@ -46,7 +49,8 @@ class Upload:
     """Files that were uploaded together.
 
     names: of the files. created: seconds since 1970. rejected: why some of their records are left out. error: why it
-    waits or failed. withdrawn: ids of its documents that are not to be indexed any more.
+    waits or failed. withdrawn: ids of its documents that are not to be indexed any more. size_bytes: of its text.
+    retry_at: when it may be tried again, by `time.monotonic`.
     """
 
     id: str
@@ -59,14 +63,20 @@ class Upload:
     rejected: list[str] = field(default_factory=list)
     error: str | None = None
     withdrawn: set[str] = field(default_factory=set)
+    size_bytes: int = 0
+    retry_at: float = 0.0
 
 
 class Uploads:
-    """The uploads of one corpus, kept in `folder`. Lives in one event loop, from `start` to `close`."""
+    """The uploads of one corpus, kept in `folder`. Lives in one event loop, from `start` to `close`.
 
-    def __init__(self, folder: Path, ingest: Ingest) -> None:
-        self._folder, self._ingest = folder, ingest
+    all_done: called whenever no upload waits any more.
+    """
+
+    def __init__(self, folder: Path, ingest: Ingest, all_done: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._folder, self._ingest, self._all_done = folder, ingest, all_done
         self._uploads: dict[str, Upload] = {}
+        self._running: dict[str, Turns] = {}  # by the upload's id
         self._arrived = asyncio.Event()
         self._reading = asyncio.Semaphore(_READERS)
         self._withdrawing = threading.Lock()
@@ -78,14 +88,20 @@ class Uploads:
         for path in sorted(self._folder.glob("*")):
             if path.suffix == _UNFINISHED:
                 shutil.rmtree(path, ignore_errors=True)
-            else:
-                fields = json.loads((path / _UPLOAD).read_text())
-                self._uploads[path.name] = Upload(path.name, **fields)
+                continue
+            try:
+                upload = Upload(path.name, **json.loads((path / _UPLOAD).read_text()))
+                upload.size_bytes = (path / _DOCUMENTS).stat().st_size
+                self._uploads[path.name] = upload
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("%s is no upload (%s), and is left as it is; move it somewhere else", path, error)
         self._arrived.set()
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         await stop(self._task)
+        for turns in self._running.values():
+            await turns.aclose()
 
     def all(self) -> list[Upload]:
         """Return the uploads, newest first."""
@@ -121,15 +137,25 @@ class Uploads:
                 sync_folder(self._folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+        upload.size_bytes = (self._folder / id / _DOCUMENTS).stat().st_size
         self._uploads[id] = upload
+        await asyncio.to_thread(self._replace, upload)
         self._arrived.set()
         return upload
 
-    def withdraw(self, name: str) -> set[str]:
+    def _replace(self, upload: Upload) -> None:
+        """Withdraw what earlier uploads have of the same files: it might be indexed after this one."""
+        earlier = list(self._uploads.values())
+        earlier = earlier[: earlier.index(upload)]
+        for name in upload.names:
+            if affected := [each for each in earlier if name in each.names]:
+                self.withdraw(name, affected)
+
+    def withdraw(self, name: str, uploads: Iterable[Upload] | None = None) -> set[str]:
         """Withdraw documents that aren't indexed yet, by id or all of a file, and return their ids. Thread-safe."""
         withdrawn: set[str] = set()
         with self._withdrawing:  # two at a time would write back what the other takes out
-            for upload in list(self._uploads.values()):
+            for upload in list(self._uploads.values() if uploads is None else uploads):
                 if upload.status == "done":
                     continue
                 path = self._folder / upload.id / _DOCUMENTS
@@ -163,38 +189,61 @@ class Uploads:
             self._num_reading -= 1
 
     async def _run(self) -> None:
+        for upload in list(self._uploads.values()):  # the process may have been killed before this was done
+            await asyncio.to_thread(self._replace, upload)
+        last: Upload | None = None
         while True:
-            upload = next((u for u in self._uploads.values() if u.status == "waiting"), None)
-            if upload is None:
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            await asyncio.sleep(await self._index(upload))
+            last = await self._next(last)
+            await self._take_turn(last)
+            if self._all_done is not None and not self.num_waiting:
+                await self._all_done()
 
-    async def _index(self, upload: Upload) -> float:
-        """Index one upload. Returns how many seconds to wait before the next one, or before this one again."""
+    async def _next(self, last: Upload | None) -> Upload:
+        """Return the upload whose turn it is after that of `last`, as soon as there is one."""
+        while True:
+            now = time.monotonic()
+            unfinished = [upload for upload in self._uploads.values() if upload.status in ("waiting", "running")]
+            if ready := [upload for upload in unfinished if upload.retry_at <= now]:
+                oldest = min(ready, key=lambda upload: upload.created)
+                return min(ready, key=lambda upload: upload.size_bytes) if last in (None, oldest) else oldest
+            self._arrived.clear()
+            pause_s = min((upload.retry_at - now for upload in unfinished), default=None)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), pause_s)
 
-        def progress(step: IngestProgress) -> None:
-            upload.progress = step
-
-        folder = self._folder / upload.id
-        upload.status, upload.progress = "running", None
+    async def _take_turn(self, upload: Upload) -> None:
+        """Index a part of an upload."""
         try:
-            documents = parse.read_documents(folder / _DOCUMENTS)
-            upload.report = await self._ingest(documents, progress, upload.hint, lambda id: id in upload.withdrawn)
+            if upload.id not in self._running:
+                upload.status, upload.progress = "running", None
+                self._running[upload.id] = self._begin(upload)
+            upload.report = await anext(self._running[upload.id])
+            if upload.report is None:
+                return
+            upload.status, upload.error = "done", None
         except RagKVError as error:
             upload.status, upload.error = "waiting", str(error)
-            return BUSY_S if isinstance(error, BusyError) else PAUSE_S
+            upload.retry_at = time.monotonic() + (BUSY_S if isinstance(error, BusyError) else PAUSE_S)
         except Exception:  # a bug of ours with one upload must not keep the others waiting
             logger.exception("the upload %s isn't indexed; the next start of the server tries again", upload.id)
             upload.status, upload.error = "failed", "something went wrong; see the server's log"
-            return 0
-        upload.status, upload.error = "done", None
+        await self._running.pop(upload.id).aclose()
+        if upload.status == "done":
+            await asyncio.to_thread(self._remove, self._folder / upload.id)
+            self._forget_oldest()
+
+    def _begin(self, upload: Upload) -> Turns:
+        def progress(step: IngestProgress) -> None:
+            upload.progress = step
+
+        documents = parse.read_documents(self._folder / upload.id / _DOCUMENTS)
+        return self._ingest(documents, progress, upload.hint, lambda id: id in upload.withdrawn)
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
         with suppress(OSError):  # what can't be removed is indexed again by the next process, which costs nothing
             leftover = folder.rename(folder.with_suffix(_UNFINISHED))  # so that no half of it is found then
             shutil.rmtree(leftover, ignore_errors=True)
-        self._forget_oldest()
-        return 0
 
     def _forget_oldest(self) -> None:
         num_uploads = num_files = 0

@@ -15,8 +15,8 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field
 from ragkv.answer import Retrieved
 from ragkv.errors import DocumentError
 from ragkv.index.deletion import Deletion
-from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import Status
+from ragkv.index.work import IngestReport
 from ragkv.retriever.catalog import Catalog, DocumentInfo
 from ragkv.retriever.documents import SUFFIXES, document_name, source_file, unsupported
 from ragkv.server.json_body import JsonRoute

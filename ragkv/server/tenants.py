@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,9 +93,16 @@ class Limits:
 class Tenant:
     """A tenant's pipeline, uploads and limits. Its answers are counted, timed, and ended after `timeout_s`."""
 
-    def __init__(self, pipeline: "Pipeline", uploads: Path, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        pipeline: "Pipeline",
+        uploads: Path,
+        limits: Limits,
+        metrics: Metrics,
+        all_done: Callable[[], Awaitable[None]],
+    ) -> None:
         self.pipeline, self.limits, self._metrics = pipeline, limits, metrics
-        self.uploads = Uploads(uploads, pipeline.indexer.ingest_documents)
+        self.uploads = Uploads(uploads, pipeline.indexer.ingest_documents, all_done)
         metrics.budget.labels(pipeline.tenant).set(pipeline.defaults.budget)
         pipeline.canary.on_drift = lambda d: metrics.drifted(pipeline.tenant, d, pipeline.defaults.budget)
 
@@ -153,7 +160,11 @@ class Tenants(Collector):
         self.metrics.ready.set_function(lambda: self.main.pipeline.is_ready)
         self._tenants = {
             name: Tenant(
-                pipeline, uploads[name], Limits(config.tenants.get(name, TenantConfig()), concurrency), self.metrics
+                pipeline,
+                uploads[name],
+                Limits(config.tenants.get(name, TenantConfig()), concurrency),
+                self.metrics,
+                self._tidy,
             )
             for name, pipeline in pipelines.items()
         }
@@ -169,6 +180,14 @@ class Tenants(Collector):
         """Continue with uploads that an earlier process has left."""
         for tenant in self._tenants.values():
             tenant.uploads.start()
+
+    async def _tidy(self) -> None:
+        """Delete KV that nobody is to use, once no upload of any tenant is to be continued."""
+        if not sum(tenant.uploads.num_waiting for tenant in self._tenants.values()):
+            try:
+                await self.main.pipeline.indexer.delete_orphans()
+            except StoreError as error:  # the next upload tries again
+                logger.warning("KV that no document has is not deleted: %s", error)
 
     async def close(self) -> None:
         """Stop indexing uploads; the pipelines stay open."""

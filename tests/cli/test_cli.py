@@ -25,7 +25,7 @@ from ragkv.cli import engine_commands, output
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.evals import tables
 from ragkv.home import Home, Owner
-from ragkv.index.indexer import IngestProgress, IngestReport
+from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import DESCRIPTIONS, Policy
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash

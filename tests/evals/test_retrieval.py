@@ -19,7 +19,7 @@ class FirstWord:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def embed_question(self, question):
-        return self.embed([question])[0]
+        return self.embed([question])
 
 
 class Longest:

@@ -7,19 +7,25 @@ import numpy as np
 import openpyxl
 import pytest
 
-from ragkv.config import Config
+from ragkv.background import Idle, Turns
+from ragkv.config import MAIN, Config, RetrievalConfig
+from ragkv.errors import DocumentError
 from ragkv.home import Home, Owner
+from ragkv.index import ingest
 from ragkv.index.indexer import Indexer
 from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.workspace import Corpus
 
 
 class Words:
     """A chunk for each word."""
 
     def split(self, document):
-        return [ChunkText(word, tuple(map(ord, word))) for word in document.text.split()]
+        for word in document.text.split():
+            yield ChunkText(word, tuple(map(ord, word)))
 
 
 class KV:
@@ -36,11 +42,16 @@ class KV:
     async def precompute_anchor(self, engine, store):
         pass
 
-    async def precompute(self, engine, store, chunks, contexts, done):
-        self.chunks, self.contexts = chunks, contexts
+    async def precompute_alone(self, engine, store, chunks, done):
+        self.chunks |= chunks
         for each in chunks:
-            done(each, 2)
+            done(each, 1)
         return len(chunks)
+
+    async def precompute_means(self, engine, store, chunks, contexts, done):
+        self.contexts |= contexts
+        for each in chunks:
+            done(each, 1)
 
 
 async def start():
@@ -61,7 +72,8 @@ def indexer(tmp_path, kv):
     home = Home(tmp_path / "home")
     store = home.open_store()
     with home.open_catalog() as catalog:
-        corpus = SimpleNamespace(catalog=catalog, index=VectorIndex(catalog))
+        corpus = Corpus(home, MAIN, RetrievalConfig())
+        corpus.catalog, corpus.index = catalog, VectorIndex(catalog)
         workspace = SimpleNamespace(
             config=Config(home=home.path, index={"num_contexts": 2}),
             home=home,
@@ -71,7 +83,7 @@ def indexer(tmp_path, kv):
             store=store,
             fuses=True,
             chunker=Words(),
-            precomputing=asyncio.Lock(),
+            turns=Turns(Idle()),
             start=start,
             chunk_kv=lambda engine: kv,
             embedder=SimpleNamespace(embed=lambda texts: np.eye(16, dtype=np.float32)[[len(text) for text in texts]]),
@@ -80,14 +92,15 @@ def indexer(tmp_path, kv):
     store.close()
 
 
-def index(indexer, paths, is_withdrawn=lambda id: False):
+def index(indexer, paths, is_withdrawn=lambda id: False, **options):
     """Ingest as the pipeline does. Returns the report and the progress of prefill."""
     steps = []
 
     async def run():
-        scan = await indexer.scan_files(paths, steps.append)
+        scan = await indexer.scan_files(paths, steps.append, **options)
         scan.is_withdrawn = is_withdrawn
-        await indexer.precompute(scan)
+        async for _ in indexer.precompute(scan):
+            pass
         await indexer.finish(scan, None)
         return scan.report
 
@@ -104,14 +117,18 @@ def test_chunks_are_precomputed_once_behind_their_nearest_and_others_and_progres
     assert kv.chunks == {hash_of(word): tuple(map(ord, word)) for word in ("one", "three", "four", "seven")}
     (context,) = kv.contexts[hash_of("three")]  # its nearest among two others
     assert set(context) == {(hash_of("seven"), 5), (hash_of("one"), 3), (hash_of("four"), 4)}
-    assert steps == [(2, 10, "b.txt"), (4, 10, "a.txt"), (6, 10, "a.txt"), (8, 10, "b.txt"), (10, 10, "")]
+    assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
+    assert {item for _, _, item in steps} == {"a.txt", "b.txt", ""} and steps[-1] == (10, 10, "")
+    assert all(done <= total <= 11 for done, total, _ in steps)  # an estimate until all is cut
     assert (report.documents_new, report.chunks_prefilled, report.rejected) == (2, 4, [])
 
 
-def test_what_is_withdrawn_meanwhile_is_not_entered(tmp_path, indexer):
+def test_what_is_withdrawn_meanwhile_is_not_entered(tmp_path, indexer, kv):
     (tmp_path / "a.txt").write_text("one three")
     (tmp_path / "b.txt").write_text("one seven")
-    report, _ = index(indexer, [tmp_path / "a.txt", tmp_path / "b.txt"], lambda id: id.endswith("b.txt"))
+    report, _ = index(
+        indexer, [tmp_path / "a.txt", tmp_path / "b.txt"], lambda id: id.endswith("b.txt") and kv.contexts
+    )
     assert [chunk.text for chunk, _ in indexer.document_chunks(str(tmp_path / "a.txt"))] == ["one", "three"]
     assert indexer.document_chunks(str(tmp_path / "b.txt")) == []
     assert report.chunks_deleted == 1  # "one" is also the other document's
@@ -159,3 +176,136 @@ def test_a_name_in_two_unicode_forms_is_one_document(tmp_path, indexer):
     (folder / nfd).unlink()
     (folder / nfc).unlink()
     assert index(indexer, [folder])[0].documents_removed == 1
+
+
+@pytest.mark.parametrize("mount", [".", "nas", "nas/deep"])
+def test_a_folder_that_is_empty_now_takes_no_document_away_unasked(tmp_path, indexer, mount):
+    """As a disk that isn't mounted, at the folder itself or below it."""
+    folder = tmp_path / "documents"
+    (folder / mount).mkdir(parents=True)
+    for name in ("a", "b", "c", "d"):
+        (folder / mount / f"{name}.txt").write_text(name)
+    if mount != ".":
+        (folder / "e.txt").write_text("e")
+    index(indexer, [folder])
+    for name in ("a", "b", "c", "d"):
+        (folder / mount / f"{name}.txt").unlink()
+    message = rf"{folder / mount}' has no documents now; 4 were .* \(a\.txt, b\.txt, c\.txt, …\).*--allow-empty"
+    with pytest.raises(DocumentError, match=message):
+        index(indexer, [folder])
+    assert len(indexer.document_chunks(str(folder / mount / "a.txt"))) == 1
+    report, _ = index(indexer, [folder], allow_empty=True)
+    assert report.documents_removed == 4
+
+
+def test_a_folder_whose_last_documents_were_moved_or_deleted_with_it_is_no_surprise(tmp_path, indexer):
+    folder = tmp_path / "documents"
+    (folder / "old").mkdir(parents=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "old" / "b.txt").write_text("b")
+    index(indexer, [folder])
+    (folder / "old" / "b.txt").unlink()
+    (folder / "old").rmdir()
+    assert index(indexer, [folder])[0].documents_removed == 1
+
+
+def words(name, *texts):
+    return [Document(f"{name}{i}", f"{name}{i}", text, False) for i, text in enumerate(texts)]
+
+
+async def finished(turns):
+    """Take all turns."""
+    async for _ in turns:
+        pass
+
+
+NEVER = lambda id: False  # noqa: E731
+LARGE = " ".join(f"w{i:03}"[: 3 + i % 9] + "x" * (i % 11) for i in range(300))
+
+
+@pytest.fixture
+def slow(kv, monkeypatch):
+    """Each chunk takes a hundredth of a second, a turn a twentieth."""
+    monkeypatch.setattr(ingest, "_TURN_S", 0.05)
+    monkeypatch.setattr(ingest, "_STEP_S", 0.02)
+    alone = kv.precompute_alone
+
+    async def precompute_alone(engine, store, chunks, done):
+        await asyncio.sleep(0.01 * len(chunks))
+        return await alone(engine, store, chunks, done)
+
+    monkeypatch.setattr(kv, "precompute_alone", precompute_alone)
+
+
+def test_a_small_document_is_done_while_a_large_one_is_indexed(indexer, slow):
+    async def run():
+        ended = []
+
+        async def ingest_one(name, text):
+            await finished(indexer.ingest_documents(words(name, text), lambda step: None, None, NEVER))
+            ended.append(name)
+
+        await asyncio.gather(ingest_one("large", LARGE), ingest_one("small", "one two"))
+        return ended
+
+    assert asyncio.run(run()) == ["small", "large"]
+    assert len(indexer.document_chunks("large0")) == 300
+
+
+def test_kv_of_a_document_in_work_is_kept_whatever_others_delete(indexer, slow, kv):
+    """They share a chunk, which only the large one needs once the small one is deleted."""
+    deleted = []
+    indexer._workspace.store.delete = deleted.extend
+
+    async def run():
+        turns = indexer.ingest_documents(words("large", f"one {LARGE}"), lambda step: None, None, NEVER)
+        await anext(turns)
+        assert hash_of("one") in kv.chunks and not indexer.document_chunks("large0")
+        await finished(indexer.ingest_documents(words("small", "one two"), lambda step: None, None, NEVER))
+        await indexer.delete(["small0"])
+        await finished(turns)
+
+    asyncio.run(run())
+    assert deleted == [hash_of("two")]
+
+
+def test_deleting_a_document_in_work_leaves_nothing_of_it(indexer, slow, kv):
+    deleted = []
+    indexer._workspace.store.delete = deleted.extend
+
+    async def run():
+        turns = indexer.ingest_documents(words("large", LARGE, "one"), lambda step: None, None, NEVER)
+        await anext(turns)
+        cut = set(kv.chunks)
+        await indexer.delete(["large0"])
+        assert set(deleted) == cut and cut
+        await finished(turns)
+        assert set(kv.chunks) - cut <= {hash_of("one")}
+
+    asyncio.run(run())
+    assert indexer.document_chunks("large0") == [] and len(indexer.document_chunks("large1")) == 1
+
+
+def test_an_ingest_that_ends_early_leaves_no_drafts(indexer, slow):
+    async def run():
+        turns = indexer.ingest_documents(words("large", LARGE), lambda step: None, None, NEVER)
+        await anext(turns)
+        assert indexer._corpus.drafts
+        await turns.aclose()
+
+    asyncio.run(run())
+    assert not indexer._corpus.drafts
+    with indexer._workspace.home.indexing():
+        pass
+
+
+def test_orphans_of_an_interrupted_run_are_deleted(indexer):
+    deleted = []
+    store = indexer._workspace.store
+    store.delete, store.chunk_hashes = deleted.extend, lambda evicted: {"f" * 32, "a" * 32, hash_of("one")}
+
+    async def run():
+        await finished(indexer.ingest_documents(words("small", "one"), lambda step: None, None, NEVER))
+        return await indexer.delete_orphans()
+
+    assert asyncio.run(run()) == 1 and deleted == ["f" * 32]  # neither the anchor nor what a document has

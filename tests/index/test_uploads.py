@@ -7,19 +7,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ragkv.errors import BusyError, OverloadedError
+from ragkv.errors import BusyError, OverloadedError, StoreError
 from ragkv.index import uploads as module
-from ragkv.index.indexer import IngestReport
 from ragkv.index.uploads import MAX_WAITING, Uploads
+from ragkv.index.work import IngestReport
 from ragkv.retriever import parse
 
 
 async def ingest_at_once(documents, progress, hint, is_withdrawn):
-    return IngestReport()
+    yield IngestReport()
 
 
 async def ingest_never(documents, progress, hint, is_withdrawn):
     await asyncio.Event().wait()
+    yield IngestReport()
 
 
 @asynccontextmanager
@@ -65,7 +66,7 @@ def test_a_document_withdrawn_between_two_tries_stays_away(tmp_path, monkeypatch
             (upload,) = uploads.all()
             upload.withdrawn.add("a.txt")  # as `withdraw` does first
             raise BusyError("another process")
-        return IngestReport()
+        yield IngestReport()
 
     async def run():
         uploads.start()
@@ -132,7 +133,7 @@ def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unr
 
     async def ingest(documents, progress, hint, is_withdrawn):
         await withdrawing.wait()
-        return IngestReport()
+        yield IngestReport()
 
     async def run():
         loop = asyncio.get_running_loop()
@@ -192,3 +193,99 @@ def test_what_a_killed_process_had_begun_to_remove_is_no_obstacle(tmp_path, unre
 
     asyncio.run(restart())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_upload_is_left_alone(tmp_path, unread, caplog):
+    """As a file manager or a backup leaves them."""
+    strays = {".DS_Store": "", "notes.txt": "mine", "copy/documents.jsonl": "", "old/upload.json": '{"other": 1}'}
+    for name, content in strays.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+    async def run():
+        async with opened(tmp_path, ingest_at_once) as uploads:
+            await uploads.add(files("a.txt"))
+            await until(lambda: not uploads.num_waiting)
+            assert [upload.names for upload in uploads.all()] == [["a.txt"]]
+
+    asyncio.run(run())
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == strays.keys()
+    assert len(caplog.records) == 4
+
+
+def test_small_uploads_go_first_and_old_ones_go_on(tmp_path, unread):
+    turns = []
+
+    async def ingest(documents, progress, hint, is_withdrawn):
+        (document,) = documents
+        for left in reversed(range(len(document.id) // 10)):
+            turns.append(document.id[0])
+            yield None if left else IngestReport()
+
+    async def run():
+        uploads = Uploads(tmp_path, ingest)
+        for name in ("a" * 60, "b" * 50, "c" * 20):
+            await uploads.add(files(name))
+        uploads.start()
+        await until(lambda: not uploads.num_waiting)
+        await uploads.close()
+
+    asyncio.run(run())
+    assert "".join(turns) == "cacabababababb"[:13]
+
+
+def test_a_later_upload_of_a_file_wins_although_it_is_done_first(tmp_path, unread):
+    """Also after a restart."""
+    entered = []
+
+    async def ingest(documents, progress, hint, is_withdrawn):
+        documents = list(documents)
+        for _ in range(len(documents)):
+            yield None
+        entered.extend((document.id, len(documents)) for document in documents if not is_withdrawn(document.id))
+        yield IngestReport()
+
+    async def run():
+        async with opened(tmp_path, ingest_never) as uploads:
+            await uploads.add(files("a.txt", "b.txt", "c.txt", "x.jsonl"))
+            await uploads.add(files("a.txt"))
+        async with opened(tmp_path, ingest) as uploads:
+            await uploads.add(files("c.txt"))
+            await until(lambda: not uploads.num_waiting)
+
+    asyncio.run(run())
+    assert sorted(entered) == [("a.txt", 1), ("b.txt", 2), ("c.txt", 1), ("x.jsonl", 2)]
+
+
+def test_a_full_disk_for_one_upload_keeps_no_other_waiting(tmp_path, unread):
+    async def ingest(documents, progress, hint, is_withdrawn):
+        (document,) = documents
+        if document.id == "a.txt":
+            raise StoreError("no space")
+        yield IngestReport()
+
+    async def run():
+        async with opened(tmp_path, ingest) as uploads:
+            first, second = await uploads.add(files("a.txt")), await uploads.add(files("b.txt"))
+            await until(lambda: second.status == "done")
+            await until(lambda: first.status == "waiting" and first.error == "no space")
+
+    asyncio.run(run())
+
+
+def test_who_asked_is_told_when_no_upload_waits(tmp_path, unread):
+    told = []
+
+    async def all_done():
+        told.append([path for path in tmp_path.iterdir() if path.is_dir()])
+
+    async def run():
+        uploads = Uploads(tmp_path, ingest_at_once, all_done)
+        for name in ("a.txt", "b.txt"):
+            await uploads.add(files(name))
+        uploads.start()
+        await until(lambda: told)
+        await uploads.close()
+
+    asyncio.run(run())
+    assert told == [[]]

@@ -29,7 +29,7 @@ class BagOfWords:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def embed_question(self, question: str) -> npt.NDArray[np.float32]:
-        return self.embed([question])[0]
+        return self.embed([question])
 
     def _direction(self, word: str) -> npt.NDArray[np.float64]:
         return np.random.default_rng(zlib.crc32(word.strip(".?,").encode())).standard_normal(self.dimension)

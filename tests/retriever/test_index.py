@@ -52,7 +52,7 @@ def test_search_orders_by_inner_product(catalog: Catalog, put: Put, embedder) ->
     put(catalog, "a", "one fox", "two dogs", "one dog")
     index = VectorIndex(catalog)
     index.sync()
-    question = embedder.embed_question("one fox")
+    question = embedder.embed_question("one fox")[0]
     found = index.search(question, 10)
     ids, vectors = catalog.vectors(catalog.chunk_ids())
     expected = sorted(zip(ids, (vectors @ question).tolist(), strict=True), key=lambda pair: -pair[1])
@@ -121,7 +121,7 @@ def test_threads_search_while_it_changes(catalog: Catalog, put: Put, embedder, m
     put(catalog, "keep", "one fox")
     index = VectorIndex(catalog)
     (keep,) = catalog.chunk_ids()
-    question = embedder.embed_question("one fox")
+    question = embedder.embed_question("one fox")[0]
 
     def change(i: int) -> None:
         put(catalog, f"d{i % 3}", f"word{i}", f"other{i}")

@@ -36,17 +36,17 @@ def names(*numbers):
 
 
 def test_the_nearest_of_old_and_new_best_first(catalog, index):
-    found = nearest(names(7, 8), at(12, 47), catalog, index, 2)
+    found = nearest(range(2), names(7, 8), at(12, 47), catalog, index, 2)
     assert found == {names(7)[0]: names(0, 8), names(8)[0]: names(1, 7)}
 
 
 def test_a_chunk_is_not_its_own_neighbour_even_if_it_was_there_before(catalog, index):
-    assert nearest(names(1), at(50), catalog, index, 2) == {names(1)[0]: names(0, 2)}
+    assert nearest([0], names(1), at(50), catalog, index, 2) == {names(1)[0]: names(0, 2)}
 
 
 def test_the_first_chunk_of_all_has_none(tmp_path):
     catalog = Catalog(tmp_path / "catalog.sqlite")
-    assert nearest(names(1), at(50), catalog, VectorIndex(catalog), 3) == {names(1)[0]: []}
+    assert nearest([0], names(1), at(50), catalog, VectorIndex(catalog), 3) == {names(1)[0]: []}
     catalog.close()
 
 

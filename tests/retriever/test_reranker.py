@@ -63,6 +63,13 @@ def test_long_texts_are_read_as_far_as_the_window_goes(reranker: Reranker) -> No
     assert same == pytest.approx(longer) and same != pytest.approx(other)
 
 
+def test_of_a_long_question_all_parts_are_read(reranker: Reranker) -> None:
+    begin, end = ["who"] * 16, ["birds", "dogs"] * 8
+    long, first, last = (reranker.scores(" ".join(words), TEXTS) for words in (begin + end, begin, end))
+    np.testing.assert_allclose(long, np.maximum(first, last), atol=1e-5)
+    assert (first != last).all()
+
+
 def test_threads_share_it(reranker: Reranker) -> None:
     expected = reranker.scores("who", TEXTS)
     with ThreadPoolExecutor(4) as pool:

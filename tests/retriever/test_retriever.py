@@ -93,11 +93,25 @@ def test_threads(retriever: Retriever, catalog: Catalog, put: Put) -> None:
 
 
 class Digits:
-    """Embeds a text as the sum of its digits' unit vectors: words don't matter."""
+    """Embeds each part of a text (a|b) as the sum of its digits' unit vectors: words don't matter."""
 
     def embed_question(self, question: str) -> npt.NDArray[np.float32]:
-        vector = np.eye(10, dtype=np.float32)[[int(digit) for digit in question if digit.isdigit()]].sum(axis=0)
-        return np.asarray(vector / np.linalg.norm(vector), np.float32)
+        parts = [[int(digit) for digit in part if digit.isdigit()] for part in question.split("|")]
+        vectors = np.stack([np.eye(10, dtype=np.float32)[digits].sum(axis=0) for digits in parts])
+        return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True), np.float32)
+
+
+def test_of_a_long_question_whatever_part_is_nearest_counts(catalog: Catalog, chunk) -> None:
+    for text in ("1", "12", "3", "34", "5"):
+        catalog.put_document(text, text, "digest", [chunk(text)], Digits().embed_question(text))
+    retriever = Retriever(catalog, VectorIndex(catalog), Digits().embed_question)
+    hits = retriever.search("77|77|1|77|34", 3)
+    assert found(hits)[:2] in (["1", "34"], ["34", "1"])
+    assert [hit.score for hit in hits][:2] == pytest.approx([1, 1])
+    after = retriever.search("77|5", 5, ["3|3"])  # the earlier question stays beside each part
+    assert found(after)[:2] == ["5", "3"]
+    words = Retriever(catalog, VectorIndex(catalog), Digits().embed_question, KeywordIndex(catalog))
+    assert {hit.chunk.text.strip(): round(hit.score, 3) for hit in words.search("77|5", 5)}["5"] == 1
 
 
 Search = Callable[..., list[Hit]]
@@ -107,7 +121,7 @@ Search = Callable[..., list[Hit]]
 def hybrid(catalog: Catalog, chunk) -> Search:
     """Searches, by vectors and words, documents of one text each, where the word is found in the farthest ones."""
     for text in ("a0 fox", "a01 cat", "a02 owl", "a03 hen", "a07 bird", "a012 zebra", "a7 zebra zebra"):
-        catalog.put_document(text, text, "digest", [chunk(text)], Digits().embed_question(text)[None])
+        catalog.put_document(text, text, "digest", [chunk(text)], Digits().embed_question(text))
 
     def search(question: str, top_k: int, earlier: Sequence[str] = (), **options: int) -> list[Hit]:
         index = VectorIndex(catalog)
@@ -154,7 +168,7 @@ def test_hybrid_heeds_the_words_of_earlier_questions(hybrid: Search) -> None:
 
 def test_hybrid_with_shared_and_deleted_texts(hybrid: Search, catalog: Catalog, chunk, monkeypatch) -> None:
     for i in range(10):
-        vectors = Digits().embed_question("a7 zebra zebra")[None]
+        vectors = Digits().embed_question("a7 zebra zebra")
         catalog.put_document(f"copy{i}", "", "digest", [chunk("a7 zebra zebra")], vectors)
     assert found(hybrid("q0 zebra", 2, candidates=2)) == ["a0 fox", "a7 zebra zebra"]  # the copies count once
     assert found(hybrid("q0 zebra", 3)) == ["a7 zebra zebra", "a012 zebra", "a0 fox"]

@@ -19,7 +19,7 @@ from ragkv.background import Canary, Idle
 from ragkv.config import MAIN, Config
 from ragkv.controller.cost_model import Plan
 from ragkv.index.deletion import Deletion
-from ragkv.index.indexer import IngestProgress, IngestReport
+from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import FULL
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
@@ -78,7 +78,10 @@ class ParagraphIndexer:
         for id in self._catalog.document_ids():
             if source_file(id) in files and id not in ids:
                 report.documents_removed += self._catalog.delete_document(id)
-        return report
+        yield report
+
+    async def delete_orphans(self):
+        return 0
 
     async def delete(self, ids):
         num_chunks = sum(len(self._catalog.document_chunks(id)) for id in ids)

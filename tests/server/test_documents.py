@@ -259,7 +259,7 @@ def test_a_document_that_is_not_indexed_yet_can_be_deleted(pipeline, client, tmp
 
 def test_too_many_uploads_wait(pipeline, client, monkeypatch) -> None:
     monkeypatch.setattr("ragkv.index.uploads.MAX_WAITING", 2)
-    pipeline.indexer.obstacles = [StoreError("no space")]
+    pipeline.indexer.obstacles = [StoreError("no space")] * 2
     assert [upload(client, (f"{i}.txt", b"text")).status_code for i in range(2)] == [202, 202]
     response = upload(client, ("c.txt", b"text"))
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0

@@ -306,7 +306,8 @@ SLOW_SERVER = textwrap.dedent("""
     from ragkv.server.tenants import Tenants
 
     class Indexer:
-        async def ingest_documents(self, *_): ...
+        async def ingest_documents(self, *_):
+            yield
 
     class Slow:
         catalog, indexer = None, Indexer()

@@ -1,0 +1,62 @@
+"""What an ingest works on, and what it tells: documents on their way into the catalogue, progress, a report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ragkv.retriever.chunking import ChunkText
+from ragkv.retriever.documents import Document
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs, their
+    total estimated by the length of what isn't cut yet.
+
+    item: the file's name or the document's title; "" where it is none in particular.
+    """
+
+    stage: str
+    done: int
+    total: int
+    item: str
+
+
+ReportProgress = Callable[[IngestProgress], None]
+
+
+@dataclass
+class IngestReport:
+    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
+
+    documents_new: int = 0
+    documents_changed: int = 0
+    documents_unchanged: int = 0
+    documents_removed: int = 0
+    chunks_prefilled: int = 0
+    chunks_deleted: int = 0
+    rejected: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Draft:
+    """A document that isn't in the catalogue yet: its chunks as far as they have been cut.
+
+    dropped: it was deleted, or can't be indexed, and isn't to enter the catalogue.
+    """
+
+    document: Document
+    pieces: list["Piece"] = field(default_factory=list)
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Piece:
+    """A chunk of a draft. vector: `[dim]`, once it is embedded."""
+
+    draft: Draft
+    chunk: ChunkText
+    chunk_hash: str
+    vector: npt.NDArray[np.float32] | None = None
