@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,6 +216,7 @@ def _launcher(
 
 def _launch(client: Any, arguments: Any) -> Any:
     """Start vLLM's processes. They inherit the thread's signal mask: Ctrl-C in a terminal is for the command alone."""
+    resource_tracker.ensure_running()  # to start it with the first process would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return client.from_engine_args(arguments)

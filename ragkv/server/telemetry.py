@@ -44,7 +44,7 @@ def log_as(form: Literal["text", "json"]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for noisy in ("httpx", "sentence_transformers", "uvicorn.access"):
+    for noisy in ("faiss.loader", "httpx", "sentence_transformers", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -277,12 +277,9 @@ def test_max_tokens_is_a_limit(runner, pipeline):
 
 
 def test_questions_are_tokenised_and_fitted_beside_the_event_loop(runner, pipeline, monkeypatch):
-    threads, encode = set(), pipeline.workspace.layout._encode
-    monkeypatch.setattr(
-        pipeline.workspace.layout,
-        "_encode",
-        lambda *args, **how: threads.add(threading.current_thread()) or encode(*args, **how),
-    )
+    threads, tokenizer = set(), pipeline.workspace.layout._plain
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: threads.add(threading.current_thread()) or encode(text))
     asked = Conversation(QUESTIONS[2], (Turn("bee " * 200_000, "wax " * 200_000), Turn(QUESTIONS[0], "Very.")))
     *_, answer = runner.run(events_of(pipeline, asked, explain=True))
     assert answer.sources[0].title == "bees" and answer.usage.prompt_tokens < 2048
