@@ -48,7 +48,7 @@ def document_name(name: str) -> str:
 
 def is_visible(text: str) -> bool:
     """Return whether there is anything to read in a text: blanks and zero-width characters are nothing."""
-    return _VISIBLE.search(text) is not None
+    return _VISIBLE.search(text.strip()) is not None  # which is quick where there are only blanks
 
 
 def source_file(document_id: str) -> str:
