@@ -92,7 +92,7 @@ def main() -> None:
 
 def _end(status: int) -> NoReturn:
     """End the process. All that it had open is closed; where vLLM was imported, Python isn't taken down piece by piece:
-    that takes seconds, and extension modules complain of the order."""
+    that takes seconds, and Triton's extension module then lists all its types as leaked."""
     if "vllm" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Documents that become KV, a turn at a time: cut into chunks, embedded, precomputed, and entered into the catalogue.
 
-A turn takes some seconds, however large a document is, so that nobody else who indexes has long to wait. Documents
+A turn takes about a second, however large a document is, so that nobody else who indexes has long to wait. Documents
 enter the catalogue in batches, whose chunks are contexts for each other's means.
 """
 
