@@ -6,13 +6,15 @@ and the share of them that full prefill would have chosen too, as in `ragkv eval
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +24,10 @@ from ragkv.engine.task import FuseTask
 from ragkv.errors import RagKVError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IDLE_S = 0.5  # since the last answer
-GIVE_WAY_S = 5.0  # for which indexing waits for an idle moment; vLLM's worker gives way to answers in any case
+SOON_S = 1.0  # for which what is small waits for an idle moment
 RESTORE_EVENTS = ("restored_chunks", "failed_restores")  # names of what is counted
 PAUSE_S = 60.0  # after a failure to restore: the disk may be full
 WINDOW = 20  # answers whose drift decides
@@ -32,26 +35,57 @@ _RAISE = 2.0  # the factor by which the budget rises
 _MAX_WAITING = 32  # answers: of more, the oldest isn't scored
 
 
-class Idle:
-    """A count of the requests that one engine is answering; lives in its event loop."""
+class AnswerBegunError(Exception):
+    """Work that can wait was broken off, because a request came."""
 
-    def __init__(self) -> None:
+
+class Idle:
+    """A count of the requests that one engine is answering; lives in its event loop. Times are `time.monotonic`'s.
+
+    patience_s: how long work that can wait does so while requests come without a pause.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
         self._num_answering, self._quiet_since = 0, 0.0
+        self._begun = asyncio.Event()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request: the engine isn't idle within this context."""
         self._num_answering += 1
+        self._begun.set()
         try:
             yield
         finally:
             self._num_answering -= 1
             self._quiet_since = time.monotonic()
+            if not self._num_answering:
+                self._begun.clear()
 
-    async def wait(self) -> None:
-        """Wait until no request has been answered for `IDLE_S`."""
-        while (wait := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
-            await asyncio.sleep(wait)
+    async def wait(self, until: float = math.inf) -> bool:
+        """Wait until no request has been answered for `IDLE_S`, and return True; or False at the time `until`."""
+        while (left := IDLE_S if self._num_answering else self._quiet_since + IDLE_S - time.monotonic()) > 0:
+            if until <= time.monotonic():
+                return False
+            await asyncio.sleep(min(left, until - time.monotonic()))
+        return True
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._num_answering
+
+    async def unless_answering(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work. If a request comes meanwhile, cancel it and raise AnswerBegunError."""
+        task, begun = asyncio.create_task(work), asyncio.create_task(self._begun.wait())
+        try:
+            await asyncio.wait((task, begun), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise AnswerBegunError
+        finally:
+            await stop(begun)
+            await stop(task)
 
 
 class Turns:
@@ -64,15 +98,17 @@ class Turns:
         self._idle, self.lock = idle, asyncio.Lock()
 
     @asynccontextmanager
-    async def next(self) -> AsyncIterator[None]:
-        """Take the next turn, once no request is being answered, or after `GIVE_WAY_S`."""
-        async with self.lock:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), GIVE_WAY_S)
-            yield
+    async def next(self, until: float) -> AsyncIterator[bool]:
+        """Take the next turn, once no request is being answered, or at the time `until`. Gives whether it is quiet."""
+        while True:
+            is_quiet = await self._idle.wait(until)
+            async with self.lock:
+                if self._idle.is_quiet or not is_quiet:
+                    yield is_quiet
+                    return
 
 
-async def stop(task: "asyncio.Task[None] | None") -> None:
+async def stop(task: "asyncio.Task[Any] | None") -> None:
     """Cancel a task, if there is one, and wait until it has ended."""
     if task is not None:
         task.cancel()
@@ -86,7 +122,7 @@ class KVRestorer:
     precompute: makes the KV of one chunk, by hash, and returns whether it did.
     """
 
-    def __init__(self, precompute: Callable[[str], Awaitable[bool]], idle: Idle) -> None:
+    def __init__(self, precompute: Callable[[str], Coroutine[Any, Any, bool]], idle: Idle) -> None:
         self._precompute, self._idle = precompute, idle
         self._missing: dict[str, None] = {}
         self._paused_until = 0.0
@@ -101,12 +137,17 @@ class KVRestorer:
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        waits_until = time.monotonic() + self._idle.patience_s
         while self._missing:
-            await self._idle.wait()
+            is_quiet = await self._idle.wait(waits_until)
             chunk_hash = next(iter(self._missing))
-            del self._missing[chunk_hash]
             try:
-                self.num_restored += await self._precompute(chunk_hash)
+                work = self._precompute(chunk_hash)
+                self.num_restored += await (self._idle.unless_answering(work) if is_quiet else work)
+                del self._missing[chunk_hash]
+                waits_until = time.monotonic() + self._idle.patience_s
+            except AnswerBegunError:
+                continue
             except Exception as error:  # whatever it is, answering continues
                 details = None if isinstance(error, RagKVError) else error
                 logger.warning("missing KV isn't precomputed again for %d s: %s", PAUSE_S, error, exc_info=details)

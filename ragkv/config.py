@@ -161,6 +161,9 @@ class ServerConfig(Section):
     max_upload_mib: float = Field(32.0, gt=0, description="Largest upload of documents, in MiB")
     max_pause_s: float = Field(60.0, gt=0, le=86_400)
     """How long to wait for a client that stops sending its request or reading its answer, in seconds"""
+    indexing_patience_s: float = Field(60.0, ge=0)
+    """While questions are answered without a pause: how long indexing waits for one, in seconds, before it precomputes
+    one more chunk beside them. Small uploads don't wait. 0: documents are indexed as if nobody asked"""
 
 
 class TenantConfig(Section):

@@ -43,8 +43,9 @@ class Pipeline:
         self.workspace, self.tenant, self._siblings = workspace, tenant, list[Pipeline]()
         self.config = config = workspace.config
         own = workspace.corpus(tenant)
-        self.catalog, self.indexer, self._search = own.catalog, Indexer(workspace, own), Search(workspace, tenant)
         self._restorer = KVRestorer(self._precompute_again, workspace.idle)
+        self.indexer, self._search = Indexer(workspace, own, self._restorer.add), Search(workspace, tenant)
+        self.catalog = own.catalog
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
         self._router = Router(workspace, tenant)
         self._policy = Policy.of(config.answer.policy, config.answer.budget)

@@ -76,7 +76,7 @@ class Workspace:
         self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
-        self.idle = Idle()
+        self.idle = Idle(config.server.indexing_patience_s)
         self.turns = Turns(self.idle)
         self._starting = asyncio.Lock()
 

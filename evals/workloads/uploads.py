@@ -65,8 +65,7 @@ async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
             progress.update("small files are uploaded", i, wanted.uploads)
             small.append(await _upload(client, f"small{i}.txt", topics[TITLES[10 + i]][:_SMALL]))
         progress.update("answers are streamed")
-        during_ms = await _gaps_ms(client, wanted.tokens, wanted.answers)
-        (_, beside) = await asyncio.gather(
+        during_ms, beside = await asyncio.gather(
             _gaps_ms(client, wanted.tokens, wanted.answers), _upload(client, "beside.txt", topics[TITLES[30]][:_SMALL])
         )
         job = (await client.get(large)).json()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIN_SLICE, _MAX_SLICE = 64, 512  # tokens, while other requests are computed
-_PATIENCE = 250  # engine steps: a slice delays two (its own, and that of its last token), and 1% would show in the p99
 _TIDY_INTERVAL_S = 30.0
 _T = TypeVar("_T")
 
@@ -42,8 +41,7 @@ class WorkerSide:
     """The jobs of a worker, and what became of those that have ended since vLLM last asked.
 
     Jobs of each kind wait in the order in which they came. In an engine step one kind advances by about as many tokens
-    as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long. What is done for the
-    index leaves most of these steps alone.
+    as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
     """
 
     def __init__(self, loader: KVLoader, max_batch_tokens: int) -> None:
@@ -58,7 +56,6 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
         self._tidied_at = time.monotonic()
-        self._num_given_way = 0
 
     def step(self, work: "StepWork") -> None:
         """Take the step's new jobs, drop aborted ones, and do one slice of the most urgent work: fusions first."""
@@ -75,17 +72,9 @@ class WorkerSide:
             self._advance_fusion()
         elif not self._precomputes and not self._means:
             self._tidy()
-        elif not self._gives_way(work.num_others):
+        else:
             advance = self._advance_precomputes if self._precomputes else self._advance_means
             advance()
-
-    def _gives_way(self, num_others: int) -> bool:
-        """Return whether indexing leaves this step to requests that vLLM computes in it: one in `_PATIENCE` is its own.
-
-        So it goes on under any load, and too seldom to show in the 99th percentile of the times between tokens.
-        """
-        self._num_given_way = self._num_given_way + 1 if num_others and self._num_given_way < _PATIENCE else 0
-        return self._num_given_way > 0
 
     def _add(self, job: Job) -> None:
         match job.task:

@@ -6,7 +6,6 @@ document -load-> text -chunk-> Chunk -prefill-> ChunkKV -put-> store
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -15,8 +14,8 @@ from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
-from ragkv.index.ingest import Ingest, draw_contexts
-from ragkv.index.work import IngestProgress, IngestReport, ReportProgress
+from ragkv.index.ingest import Ingest, Postpone, draw_contexts
+from ragkv.index.work import IngestProgress, IngestReport, ReportProgress, Scan
 from ragkv.retriever.catalog import Chunk
 from ragkv.retriever.documents import Document, document_name, find_files, source_file
 from ragkv.retriever.parse import Reader
@@ -26,31 +25,12 @@ from ragkv.workspace import Corpus, Workspace
 _NUM_NAMED = 3  # of the documents that an error is about
 
 
-@dataclass
-class Scan:
-    """What was read, what is left to do, and who is told of the progress.
-
-    is_withdrawn: whether a document, by its id, is not to be indexed any more.
-    files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
-    work: the documents that are new or changed, or chunks of them have no KV. missing: ids of indexed documents whose
-    files no longer have them.
-    """
-
-    progress: ReportProgress = lambda step: None
-    is_withdrawn: Callable[[str], bool] = lambda id: False
-    files: set[str] = field(default_factory=set)
-    rejected: set[str] = field(default_factory=set)
-    documents: set[str] = field(default_factory=set)
-    work: list[Document] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    report: IngestReport = field(default_factory=IngestReport)
-
-
 class Indexer:
     """The writer of one corpus: brings its catalogue and vectors, and the workspace's KV, up to date with documents."""
 
-    def __init__(self, workspace: Workspace, corpus: Corpus) -> None:
-        self._workspace, self._settings = workspace, workspace.config.index
+    def __init__(self, workspace: Workspace, corpus: Corpus, postpone: Postpone | None = None) -> None:
+        """postpone: takes the hashes of chunks whose means are to be made when nobody waits."""
+        self._workspace, self._settings, self._postpone = workspace, workspace.config.index, postpone
         self._corpus, self._catalog = corpus, corpus.catalog
 
     async def scan_files(self, paths: Sequence[Path], progress: ReportProgress, *, allow_empty: bool = False) -> Scan:
@@ -114,9 +94,7 @@ class Indexer:
         if scan.work or self._anchor_is_missing():
             await self._precompute_anchor()
         work, scan.work = scan.work, []  # so that texts are kept no longer than they are needed
-        ingest = Ingest(
-            self._workspace, self._corpus, work, self._document_digest, scan.is_withdrawn, scan.progress, scan.report
-        )
+        ingest = Ingest(self._workspace, self._corpus, work, scan, self._document_digest, self._postpone)
         async with aclosing(ingest.turns()) as turns:
             async for _ in turns:
                 yield

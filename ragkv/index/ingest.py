@@ -2,21 +2,27 @@
 
 A turn takes about a second, however large a document is, so that nobody else who indexes has long to wait. Documents
 enter the catalogue in batches, whose chunks are contexts for each other's means.
+
+Answers go first: a request that comes breaks the turn off, and while they come without a pause, only a chunk is
+precomputed once in a while. A small document needn't wait for a pause, but the means of its chunks do.
 """
 
 import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
+from ragkv.background import SOON_S, AnswerBegunError
 from ragkv.chunk_kv import ChunkKV
 from ragkv.engine.task import Span
 from ragkv.errors import DocumentError
-from ragkv.index.work import Draft, IngestProgress, IngestReport, Piece, ReportProgress
+from ragkv.index.work import SMALL_CHARS, Draft, IngestProgress, Piece, Scan
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document
 from ragkv.retriever.encoders import Vectors
@@ -24,6 +30,8 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import contexts_of, nearest
 from ragkv.workspace import Corpus, Workspace
 
+Postpone = Callable[[Iterable[str]], None]
+_T = TypeVar("_T")
 BATCH_CHUNKS = 64  # or one document, if that has more
 _TURN_S, _STEP_S = 1.0, 0.5  # what others wait for; a turn has several steps
 _FIRST_STEP, _LONGEST_STEP = 4, 64  # pairs (chunk, context) of the first step, whose time nobody knows; of any step
@@ -33,8 +41,8 @@ _POOL = 64  # chunks of the index from which a batch's contexts are drawn, besid
 class Ingest:
     """Documents of one corpus in work.
 
-    digest_of: by what the catalogue knows a version of a document. is_withdrawn: whether a document, by its id, is not
-    to be indexed any more. report: is told what was done.
+    digest_of: by what the catalogue knows a version of a document. postpone: takes the hashes of chunks whose means
+    are to be made when nobody waits.
     """
 
     def __init__(
@@ -42,48 +50,60 @@ class Ingest:
         workspace: Workspace,
         corpus: Corpus,
         documents: Sequence[Document],
+        scan: Scan,
         digest_of: Callable[[Document], str],
-        is_withdrawn: Callable[[str], bool],
-        progress: ReportProgress,
-        report: IngestReport,
+        postpone: Postpone | None,
     ) -> None:
         self._workspace, self._corpus = workspace, corpus
-        self._digest_of, self._is_withdrawn = digest_of, is_withdrawn
-        self._progress, self._report = progress, report
+        self._digest_of, self._is_withdrawn, self._postpone = digest_of, scan.is_withdrawn, postpone
+        self._progress, self._report = scan.progress, scan.report
         self._documents = deque(documents)
         self._chunks: Iterator[ChunkText] | None = None  # of the newest draft, as far as they aren't cut
         self._num_contexts = workspace.config.index.num_contexts
         self._num_chars, self._num_chars_cut = sum(len(document.text) for document in documents), 0
         self._num_cut = self._num_done = 0  # chunks; pairs (chunk, context)
         self._pairs_per_s = _FIRST_STEP / _STEP_S
+        self._is_small = self._num_chars <= SMALL_CHARS
+        self._is_quiet, self._was_broken_off = True, False  # in the turn
 
     async def turns(self) -> AsyncGenerator[None, None]:
         """Index the documents; yields between two turns. If it ends early, the next try finds the KV made so far."""
+        patience_s = SOON_S if self._is_small else self._workspace.idle.patience_s
         async with aclosing(self._steps()) as steps:
-            more = bool(self._documents)
+            more, waits_until = bool(self._documents), time.monotonic() + patience_s
             while more:
-                async with self._workspace.turns.next():
-                    end = time.monotonic() + _TURN_S
-                    while more and time.monotonic() < end:
+                async with self._workspace.turns.next(waits_until) as self._is_quiet:
+                    end = time.monotonic() + (_TURN_S if self._is_quiet or self._is_small else 0)
+                    self._was_broken_off = False
+                    while True:
                         more = await anext(steps, False)
+                        if not more or self._was_broken_off or time.monotonic() > end:
+                            break
+                if not self._was_broken_off:
+                    waits_until = time.monotonic() + patience_s
                 if more:
                     yield
 
     async def _steps(self) -> AsyncGenerator[bool, None]:
         """Do a step, and yield True if there is more."""
+        fuses = self._workspace.fuses
         while self._documents:
             pieces: list[Piece] = []
             drafts: list[Draft] = []
             try:
                 while taken := await asyncio.to_thread(self._cut, drafts, len(pieces)):
                     pieces += taken
-                    await self._prefill(taken)
+                    async for _ in self._each(taken, self._prefill, 1 if fuses else self._num_contexts):
+                        yield True
                     yield True
-                for start, end in self._slices(len(pieces)):
-                    await self._average(pieces, range(start, end))
-                    if end < len(pieces):
+                postpone = self._postpone if self._is_small and not self._is_quiet else None
+                if fuses and self._num_contexts > 1 and postpone is None:
+                    average = partial(self._average, pieces)
+                    async for _ in self._each(range(len(pieces)), average, self._num_contexts - 1):
                         yield True
                 await asyncio.to_thread(self._enter, drafts)
+                if postpone is not None:
+                    postpone([piece.chunk_hash for piece in pieces])
             finally:
                 self._corpus.drafts.difference_update(drafts)
             if self._documents:
@@ -119,9 +139,10 @@ class Ingest:
     async def _prefill(self, pieces: Sequence[Piece]) -> None:
         """Embed chunks, and precompute their KV after the anchor."""
         with self._step(pieces, 1 if self._workspace.fuses else self._num_contexts):
-            texts = [piece.chunk.text for piece in pieces]
+            fresh = [piece for piece in pieces if piece.vector is None]
+            texts = [piece.chunk.text for piece in fresh]
             vectors = await asyncio.to_thread(self._workspace.embedder.embed, texts)
-            for piece, vector in zip(pieces, vectors, strict=True):
+            for piece, vector in zip(fresh, vectors, strict=True):
                 piece.vector = vector
             engine, store = await self._workspace.start(), self._workspace.store
             if self._workspace.fuses:
@@ -129,15 +150,22 @@ class Ingest:
                 advance = self._advance(pieces)
                 self._report.chunks_prefilled += await kv.precompute_alone(engine, store, chunks, advance)
 
-    def _slices(self, num_pieces: int) -> Iterator[tuple[int, int]]:
-        """Yield `(start, end)` of the chunks of each step that averages."""
-        start = 0
-        while self._workspace.fuses and self._num_contexts > 1 and start < num_pieces:
-            end = min(num_pieces, start + self._step_chunks(self._num_contexts - 1))
-            yield start, end
-            start = end
+    async def _each(
+        self, what: Sequence[_T], work: Callable[[Sequence[_T]], Coroutine[Any, Any, None]], num_contexts: int
+    ) -> AsyncGenerator[None, None]:
+        """Do the work, a step at a time: each computes chunks in so many contexts. Yields between two steps."""
+        while what:
+            num_chunks, gives_way = self._step_chunks(num_contexts), self._is_quiet and not self._is_small
+            doing = work(what[:num_chunks])
+            try:
+                await (self._workspace.idle.unless_answering(doing) if gives_way else doing)
+                what = what[num_chunks:]
+            except AnswerBegunError:
+                self._was_broken_off = True
+            if what:
+                yield
 
-    async def _average(self, batch: Sequence[Piece], which: range) -> None:
+    async def _average(self, batch: Sequence[Piece], which: Sequence[int]) -> None:
         """Precompute the means of these chunks of a batch, over contexts from the whole batch and the index."""
         pieces = [batch[i] for i in which]
         with self._step(pieces, self._num_contexts - 1):
@@ -175,13 +203,19 @@ class Ingest:
 
     def _step_chunks(self, num_contexts: int) -> int:
         """Return how many chunks to compute in so many contexts each, so that it takes about `_STEP_S`."""
+        if not self._is_quiet and not self._is_small:
+            return 1
         return min(_LONGEST_STEP, max(1, round(self._pairs_per_s * _STEP_S / num_contexts)))
 
     @contextmanager
     def _step(self, pieces: Sequence[Piece], num_contexts: int) -> Iterator[None]:
         """Time a step that computes these chunks in so many contexts each, and count it as done."""
         begin, num_pairs, num_done = time.monotonic(), num_contexts * len(pieces), self._num_done
-        yield
+        try:
+            yield
+        except BaseException:
+            self._num_done = num_done
+            raise
         self._pairs_per_s = num_pairs / max(1e-3, time.monotonic() - begin)
         self._num_done = num_done + num_pairs  # some chunks had KV, or are of one text
         self._tell("")

@@ -2,7 +2,7 @@
 
 `add` returns once the upload is on disk, as text: from then on it is indexed also if the process is killed meanwhile.
 Uploads take turns, the smallest's and the oldest's in alternation: a small one needn't wait for large ones to be
-finished, and none waits forever.
+finished, and none waits forever. Small ones have turns besides the others, which answers may keep waiting.
 Files are read by a process of their own (`ragkv.retriever.parse`).
 """
 
@@ -22,7 +22,7 @@ from typing import Literal
 from ragkv.background import stop
 from ragkv.errors import BusyError, DocumentError, OverloadedError, QuotaError, RagKVError
 from ragkv.files import atomic_write, sync_folder
-from ragkv.index.work import IngestProgress, IngestReport
+from ragkv.index.work import SMALL_CHARS, IngestProgress, IngestReport
 from ragkv.retriever import parse
 from ragkv.retriever.documents import Document, source_file
 from ragkv.store.eviction import Hint
@@ -191,18 +191,28 @@ class Uploads:
     async def _run(self) -> None:
         for upload in list(self._uploads.values()):  # the process may have been killed before this was done
             await asyncio.to_thread(self._replace, upload)
+        async with asyncio.TaskGroup() as group:
+            for small in (True, False):
+                group.create_task(self._take_turns(small))
+
+    async def _take_turns(self, small: bool) -> None:
+        """Index the uploads that are small, or the others."""
         last: Upload | None = None
         while True:
-            last = await self._next(last)
+            last = await self._next(last, small)
             await self._take_turn(last)
             if self._all_done is not None and not self.num_waiting:
                 await self._all_done()
 
-    async def _next(self, last: Upload | None) -> Upload:
+    async def _next(self, last: Upload | None, small: bool) -> Upload:
         """Return the upload whose turn it is after that of `last`, as soon as there is one."""
         while True:
             now = time.monotonic()
-            unfinished = [upload for upload in self._uploads.values() if upload.status in ("waiting", "running")]
+            unfinished = [
+                upload
+                for upload in self._uploads.values()
+                if upload.status in ("waiting", "running") and (upload.size_bytes <= SMALL_CHARS) == small
+            ]
             if ready := [upload for upload in unfinished if upload.retry_at <= now]:
                 oldest = min(ready, key=lambda upload: upload.created)
                 return min(ready, key=lambda upload: upload.size_bytes) if last in (None, oldest) else oldest

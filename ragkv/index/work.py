@@ -9,6 +9,8 @@ import numpy.typing as npt
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document
 
+SMALL_CHARS = 16_000  # of what is indexed also beside answers: some ten chunks
+
 
 @dataclass(frozen=True)
 class IngestProgress:
@@ -38,6 +40,26 @@ class IngestReport:
     chunks_prefilled: int = 0
     chunks_deleted: int = 0
     rejected: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Scan:
+    """What was read, what is left to do, and who is told of the progress.
+
+    is_withdrawn: whether a document, by its id, is not to be indexed any more.
+    files: paths of all files. rejected: paths of those with a rejected document. documents: ids of what was read.
+    work: the documents that are new or changed, or chunks of them have no KV. missing: ids of indexed documents whose
+    files no longer have them.
+    """
+
+    progress: ReportProgress = lambda step: None
+    is_withdrawn: Callable[[str], bool] = lambda id: False
+    files: set[str] = field(default_factory=set)
+    rejected: set[str] = field(default_factory=set)
+    documents: set[str] = field(default_factory=set)
+    work: list[Document] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    report: IngestReport = field(default_factory=IngestReport)
 
 
 @dataclass(eq=False)

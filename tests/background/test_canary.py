@@ -42,7 +42,7 @@ def sample(budget=0.05):
 
 def watch(samples, score, **config):
     async def play():
-        resting = Idle()
+        resting = Idle(60)
         watcher = Canary(CanaryConfig(**{"share": 1, **config}), 0.05, resting, score)
         drifts = []
         watcher.on_drift = drifts.append
@@ -88,7 +88,7 @@ def test_a_share_of_the_answers_is_looked_at():
 
 def test_nothing_is_looked_at_while_somebody_waits():
     async def play():
-        resting = Idle()
+        resting = Idle(60)
         drifts = []
         watcher = Canary(CanaryConfig(share=1), 0.05, resting, far)
         watcher.on_drift = drifts.append

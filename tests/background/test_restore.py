@@ -16,7 +16,7 @@ def quick(monkeypatch):
 
 def run(play, precompute):
     async def played():
-        precomputed, idle = [], Idle()
+        precomputed, idle = [], Idle(60)
 
         async def record(chunk_hash):
             precomputed.append(chunk_hash)
@@ -56,6 +56,36 @@ def test_nothing_is_captured_while_somebody_waits():
         await asyncio.sleep(0.2)
 
     assert run(play, succeed)[1] == ["a"]
+
+
+def test_a_request_breaks_a_restoration_off_and_it_is_tried_again():
+    async def last(chunk_hash):
+        await asyncio.sleep(0.3)
+        return True
+
+    async def play(lost, precomputed, idle):
+        lost.add(["a"])
+        await asyncio.sleep(0.1)
+        with idle.answering():
+            await asyncio.sleep(0.4)
+            assert precomputed == ["a"] and lost.num_restored == 0
+        await asyncio.sleep(0.6)
+
+    lost, precomputed = run(play, last)
+    assert precomputed == ["a", "a"] and lost.num_restored == 1
+
+
+def test_requests_without_a_pause_put_it_off_only_so_long():
+    async def play(lost, precomputed, idle):
+        idle.patience_s = 0.2
+        with idle.answering():
+            lost.add(["a", "b"])
+            await asyncio.sleep(0.3)
+            assert precomputed == ["a"]
+            await asyncio.sleep(0.2)
+        assert precomputed == ["a", "b"]
+
+    assert run(play, succeed)[0].num_restored == 2
 
 
 @pytest.mark.parametrize("error", [StoreError("the disk is full"), RuntimeError("the engine died")])

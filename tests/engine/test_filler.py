@@ -287,23 +287,15 @@ def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
     assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
 
 
-def test_what_is_done_for_the_index_gives_way_to_requests_that_decode(loader, monkeypatch):
-    """But not for good, and not at all to a fusion or if there is nobody else."""
-    monkeypatch.setattr("ragkv.engine.worker._PATIENCE", 3)
+def test_beside_requests_that_decode_chunks_are_precomputed_by_slices(loader):
     worker = WorkerSide(loader, 64)
-    worker.step(Step(precompute_jobs(), num_others=1, num_scheduled=1))
-    steps = 1
-    while worker.take_finished() is None:
-        worker.step(Step(num_others=1, num_scheduled=1))
-        steps += 1
-    assert steps == 4
-    worker.step(Step([job("none")], num_others=1, num_scheduled=1))
-    while (ended := worker.take_finished()) is None:
-        worker.step(Step(num_others=1, num_scheduled=1))
-    assert ended == {"r"}
-    again = Job("alone", PrecomputeTask(A_SPAN), ANCHOR, BLOCKS, 0)
-    worker.step(Step([again]))
-    assert worker.take_finished() == {"alone"}
+    jobs = [Job(str(i), PrecomputeTask(A_SPAN), ANCHOR * 5, BLOCKS, 0) for i in range(5)]
+    ended = []
+    worker.step(Step(jobs, num_others=3, num_scheduled=40))
+    while sum(map(len, ended)) < 5:
+        ended.append(worker.take_finished())
+        worker.step(Step(num_others=3, num_scheduled=40))
+    assert ended == [{"0", "1"}, {"2", "3"}, {"4"}]
 
 
 def test_a_fault_of_ours_leaves_the_request_to_vllm(loader, caplog):

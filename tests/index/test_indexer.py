@@ -74,7 +74,9 @@ def indexer(tmp_path, kv):
     with home.open_catalog() as catalog:
         corpus = Corpus(home, MAIN, RetrievalConfig())
         corpus.catalog, corpus.index = catalog, VectorIndex(catalog)
+        idle = Idle(60)
         workspace = SimpleNamespace(
+            idle=idle,
             config=Config(home=home.path, index={"num_contexts": 2}),
             home=home,
             owner=Owner("model", "f" * 32, "embedder"),
@@ -83,7 +85,7 @@ def indexer(tmp_path, kv):
             store=store,
             fuses=True,
             chunker=Words(),
-            turns=Turns(Idle()),
+            turns=Turns(idle),
             start=start,
             chunk_kv=lambda engine: kv,
             embedder=SimpleNamespace(embed=lambda texts: np.eye(16, dtype=np.float32)[[len(text) for text in texts]]),
@@ -250,6 +252,74 @@ def test_a_small_document_is_done_while_a_large_one_is_indexed(indexer, slow):
 
     assert asyncio.run(run()) == ["small", "large"]
     assert len(indexer.document_chunks("large0")) == 300
+
+
+@pytest.fixture
+def answering(indexer, monkeypatch):
+    monkeypatch.setattr("ragkv.background.IDLE_S", 0.02)
+    monkeypatch.setattr(ingest, "SOON_S", 0.05)
+    monkeypatch.setattr(ingest, "SMALL_CHARS", 100)
+    return indexer._workspace.idle.answering
+
+
+def test_an_answer_breaks_indexing_off_and_afterwards_it_goes_on(indexer, answering, kv, monkeypatch):
+    alone, tries, steps = kv.precompute_alone, [], []
+
+    async def precompute_alone(engine, store, chunks, done):
+        tries.append(len(chunks))
+        if len(tries) == 1:
+            done(next(iter(chunks)), 1)
+            await asyncio.Event().wait()  # until it is broken off
+        return await alone(engine, store, chunks, done)
+
+    monkeypatch.setattr(kv, "precompute_alone", precompute_alone)
+
+    async def run():
+        indexing = asyncio.create_task(
+            finished(indexer.ingest_documents(words("large", LARGE), steps.append, None, NEVER))
+        )
+        while not tries:
+            await asyncio.sleep(0.01)
+        with answering():
+            await asyncio.sleep(0.2)
+            assert tries == [4]
+        await asyncio.wait_for(indexing, 60)
+
+    asyncio.run(run())
+    assert tries[1] == 4 and len(indexer.document_chunks("large0")) == 300
+    assert (steps[-1].done, steps[-1].total) == (600, 600)
+
+
+def test_beside_answers_without_a_pause_a_chunk_is_precomputed_once_in_a_while(indexer, slow, answering, kv):
+    indexer._workspace.idle.patience_s = 0.2
+
+    async def run():
+        with answering():
+            turns = indexer.ingest_documents(words("large", LARGE), lambda step: None, None, NEVER)
+            for i in range(3):
+                assert len(kv.chunks) == i
+                await anext(turns)
+            await turns.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_small_document_waits_for_no_pause_but_its_means_do(indexer, slow, answering, kv):
+    postponed = []
+    indexer._postpone = postponed.extend
+
+    async def run(name):
+        await finished(indexer.ingest_documents(words(name, f"one two {name}"), lambda step: None, None, NEVER))
+
+    async def beside_an_answer():
+        with answering():
+            await asyncio.wait_for(run("a"), 10)
+
+    asyncio.run(beside_an_answer())
+    assert len(indexer.document_chunks("a0")) == 3 and not kv.contexts
+    assert set(postponed) == set(kv.chunks)
+    asyncio.run(asyncio.wait_for(run("b"), 10))
+    assert len(indexer.document_chunks("b0")) == 3 and len(kv.contexts) == 3 and len(postponed) == 3
 
 
 def test_kv_of_a_document_in_work_is_kept_whatever_others_delete(indexer, slow, kv):

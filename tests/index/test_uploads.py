@@ -90,8 +90,8 @@ def test_thousands_of_uploads_leave_nothing_but_the_newest(tmp_path, unread, mon
             for i in range(2000):
                 await uploads.add(files(f"{i}.txt"))
                 await until(lambda: uploads.num_waiting < MAX_WAITING)
-            await until(lambda: not uploads.num_waiting)
-            assert [upload.names for upload in uploads.all()] == [[f"{i}.txt"] for i in range(1999, 999, -1)]
+            newest = [[f"{i}.txt"] for i in range(1999, 999, -1)]
+            await until(lambda: not uploads.num_waiting and [upload.names for upload in uploads.all()] == newest)
             assert list(tmp_path.iterdir()) == []
 
     asyncio.run(run())
@@ -104,8 +104,7 @@ def test_of_large_uploads_fewer_are_remembered(tmp_path, unread, monkeypatch):
         async with opened(tmp_path, ingest_at_once) as uploads:
             for i in range(10):
                 await uploads.add(files(*(f"{i}-{j}.txt" for j in range(4))))
-            await until(lambda: not uploads.num_waiting)
-            assert [upload.names[0] for upload in uploads.all()] == ["9-0.txt", "8-0.txt"]
+            await until(lambda: [upload.names[0] for upload in uploads.all()] == ["9-0.txt", "8-0.txt"])
 
     asyncio.run(run())
 
@@ -232,6 +231,25 @@ def test_small_uploads_go_first_and_old_ones_go_on(tmp_path, unread):
 
     asyncio.run(run())
     assert "".join(turns) == "cacabababababb"[:13]
+
+
+def test_a_small_upload_waits_for_no_turn_of_a_large_one(tmp_path, unread):
+    async def ingest(documents, progress, hint, is_withdrawn):
+        (document,) = documents
+        if document.id == "a.txt":
+            yield IngestReport()
+        else:
+            await asyncio.Event().wait()  # for a pause between answers
+
+    async def run():
+        async with opened(tmp_path, ingest) as uploads:
+            large = await uploads.add(files("l" * module.SMALL_CHARS))
+            await until(lambda: large.status == "running")
+            small = await uploads.add(files("a.txt"))
+            await until(lambda: small.status == "done")
+            assert large.status == "running"
+
+    asyncio.run(run())
 
 
 def test_a_later_upload_of_a_file_wins_although_it_is_done_first(tmp_path, unread):

@@ -98,7 +98,7 @@ class ScriptedPipeline:
         self.tenant, self.catalog = tenant, Catalog(folder / "catalog.sqlite", scope=tenant)
         self.indexer = ParagraphIndexer(self.catalog)
         self.defaults = CONFIG.answer
-        self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(), self.score)
+        self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(60), self.score)
         self.play(script)
 
     def play(self, script=SCRIPT) -> None:

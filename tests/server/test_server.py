@@ -313,7 +313,7 @@ SLOW_SERVER = textwrap.dedent("""
         catalog, indexer = None, Indexer()
         tenant, is_ready, counters, defaults = MAIN, True, {}, Config().answer
         gauges = {}
-        canary = Canary(Config().canary, 0.05, Idle(), None)
+        canary = Canary(Config().canary, 0.05, Idle(60), None)
 
         async def answer(self, question, options):
             yield Retrieved([])
