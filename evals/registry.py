@@ -170,6 +170,13 @@ class Uploads:
 
 
 @dataclass(frozen=True)
+class Stalls:
+    """While large requests come in: how long the server's event loop stands still, and another answer's tokens."""
+
+    mib: float = option("Size of each request, in MiB.", 5.0, least=0.1, most=7)
+
+
+@dataclass(frozen=True)
 class Load:
     """Questions that arrive at random, next to vLLM alone: how long to the first token, and between others' tokens."""
 
@@ -200,5 +207,6 @@ EXPERIMENTS = (
     Experiment("churn", Churn, f"{_ROBUSTNESS}.churn", tables.churn, VLLM, fails=lambda row: row["problems"]),
     Experiment("soak", Soak, f"{_ROBUSTNESS}.soak", tables.soak, VLLM[:-1], fails=lambda row: row["problems"]),
     Experiment("uploads", Uploads, f"{_WORKLOADS}.uploads", tables.uploads, VLLM[:-1]),
+    Experiment("stalls", Stalls, f"{_WORKLOADS}.stalls", tables.stalls, VLLM[:-1]),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -188,6 +188,16 @@ def uploads(rows: Sequence[Row]) -> None:
         out.print(f"the server stopped within {row['stop_s']:g} s")
 
 
+def stalls(rows: Sequence[Row]) -> None:
+    table = Table("beside an answer", box=None, padding=(0, 2, 0, 0))
+    for name in ("status", "took, s", "event loop's longest pause, ms", "longest gap between tokens, ms"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (f"{row[name]:g}" for name in ("seconds", "pause_ms", "gap_ms"))
+        table.add_row(row["request"], str(row["status"] or ""), *figures)
+    out.print(table)
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
@@ -10,6 +9,7 @@ from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from ragkv.errors import ConfigError, DocumentError
 from ragkv.retriever.documents import Document
 from ragkv.retriever.plain_text import PlainTokenizer
+from ragkv.retriever.token_count import TokenCount
 
 SEPARATOR = "\n\n"
 _CHUNKS_AT_A_TIME = 4
@@ -46,7 +46,6 @@ class Chunker:
             raise ConfigError(
                 f"an overlap of {overlap} tokens needs chunks longer than {max_tokens}; lower the overlap"
             )
-        self._splitter = cache(self._make_splitter)  # half a second each
 
     def split(self, document: Document) -> Iterator[ChunkText]:
         """Yield the document's chunks in order, none of them empty, in time that grows with its length only.
@@ -94,7 +93,7 @@ class Chunker:
         else:
             raise DocumentError(f"{body[:20]!r} takes {len(token_ids)} tokens; raise chunk_tokens")
 
-    def _make_splitter(self, markdown: bool, capacity: int, overlap: int) -> MarkdownSplitter | TextSplitter:
+    def _splitter(self, markdown: bool, capacity: int, overlap: int) -> MarkdownSplitter | TextSplitter:
         kind = MarkdownSplitter if markdown else TextSplitter
-        tokenizer = self._tokenizer.without_control
-        return kind.from_huggingface_tokenizer(tokenizer, capacity, overlap=min(overlap, capacity - 1))
+        count = TokenCount(self._tokenizer.without_control, capacity)
+        return kind.from_callback(count, capacity, overlap=min(overlap, capacity - 1))

@@ -36,7 +36,7 @@ class PlainTokenizer:
             raise ModelError(message) from error
         self.without_control.no_truncation()
         self.without_control.no_padding()
-        unknown = described["model"].get("unk_token")  # stands for what isn't in the vocabulary, so text may contain it
+        unknown = _unknown(described["model"])
         self._control = {each["id"] for each in control if each["content"] != unknown}
 
     def encode(self, text: str) -> list[int]:
@@ -53,3 +53,10 @@ class PlainTokenizer:
             return [id for id in token_ids if id not in self._control]
         parts = (text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
         return [id for part in parts for id in self.encode(part)]
+
+
+def _unknown(model: dict[str, Any]) -> str | None:
+    """Return the token for what isn't in the vocabulary, which text may contain."""
+    if model.get("unk_id") is not None:  # Unigram
+        return str(model["vocab"][model["unk_id"]][0])
+    return model.get("unk_token")

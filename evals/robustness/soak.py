@@ -7,11 +7,7 @@ prefill's where the two are the same: for one chunk directly after the anchor, i
 
 import asyncio
 import json
-import os
 import random
-import socket
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -29,10 +25,10 @@ from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES, excerpt
 from ragkv.evals.registry import Soak
-from ragkv.evals.watched import as_environment, resources, watched
+from ragkv.evals.serving import FINISH_S, served, until_ready
+from ragkv.evals.watched import resources
 
 _TITLES = TITLES[:24]
-_START_S, _FINISH_S = 600, 600  # what the server may take to begin, and to index what was uploaded
 _EVERY_S = 2.0  # between looks at the processes
 _HEALTH_TIMEOUT_S = 10.0  # for /healthz, always
 _MORE_HANDLES = 64  # connections and threads of pools come and go
@@ -56,19 +52,13 @@ class Soaked:
 def run(config: Config, wanted: Soak, progress: Progress) -> Iterator[Row]:
     """Yield one row."""
     seen = Soaked()
-    with tempfile.TemporaryDirectory(prefix="ragkv-soak-") as name, socket.create_server(("127.0.0.1", 0)) as free:
-        home, port = Path(name), free.getsockname()[1]
-        (home / "models").symlink_to((config.home / "models").resolve())
-        free.close()
-        command = [sys.executable, "-m", "ragkv", "serve", "--port", str(port)]
-        environment = {**os.environ, **as_environment(config, home), "RAGKV_SERVER__LOG": "json"}
-        with (home / "serve.log").open("wb") as log, watched(command, environment, log) as process:
-            traffic = _Traffic(f"http://127.0.0.1:{port}", seen, progress)
-            try:
-                asyncio.run(traffic.flow(psutil.Process(process.pid), wanted.seconds, wanted.clients, wanted.seed))
-            except (httpx.HTTPError, TimeoutError) as error:
-                seen.problems.append(f"{type(error).__name__}: {error}; the server ended with {process.poll()}")
-        seen.problems += _logged(home / "serve.log")
+    with served(config, RAGKV_SERVER__LOG="json") as server:
+        traffic = _Traffic(server.url, seen, progress)
+        try:
+            asyncio.run(traffic.flow(psutil.Process(server.process.pid), wanted.seconds, wanted.clients, wanted.seed))
+        except (httpx.HTTPError, TimeoutError) as error:
+            seen.problems.append(f"{type(error).__name__}: {error}; the server ended with {server.process.poll()}")
+        seen.problems += _logged(server.log)
     yield _row(seen)
 
 
@@ -79,7 +69,7 @@ class _Traffic:
 
     async def flow(self, tree: psutil.Process, seconds: float, num_clients: int, seed: int) -> None:
         async with self._client:
-            await self._ready()
+            await until_ready(self._client)
             for title in _TITLES[:4]:
                 await self._upload(title, random.Random(seed))
             await self._all_indexed()
@@ -94,17 +84,6 @@ class _Traffic:
             await asyncio.gather(watcher, return_exceptions=True)
             for title, text in self._seen.texts.items():
                 await self._check(title, text)
-
-    async def _ready(self) -> None:
-        end = time.monotonic() + _START_S
-        while time.monotonic() < end:
-            try:
-                if (await self._client.get("/readyz")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.5)
-        raise TimeoutError(f"the server isn't ready after {_START_S} s")
 
     async def _warm(self, rng: random.Random) -> None:
         """Fill what vLLM caches by batch size, so that what grows afterwards is a fault."""
@@ -208,7 +187,7 @@ class _Traffic:
             pass
 
     async def _all_indexed(self) -> None:
-        end = time.monotonic() + _FINISH_S
+        end = time.monotonic() + FINISH_S
         while time.monotonic() < end:
             jobs = (await self._client.get("/v1/jobs")).json()["jobs"]
             if failed := [job for job in jobs if job["status"] == "failed"]:
@@ -217,7 +196,7 @@ class _Traffic:
             if all(job["status"] == "done" for job in jobs):
                 return
             await asyncio.sleep(0.5)
-        self._seen.problems.append(f"not all is indexed {_FINISH_S} s after the last request")
+        self._seen.problems.append(f"not all is indexed {FINISH_S} s after the last request")
 
     async def _check(self, title: str, text: str | None) -> None:
         path = f"/v1/documents/{title}.txt"

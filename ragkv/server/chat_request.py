@@ -5,7 +5,7 @@ can't be honoured, are refused by name. All other unknown fields are ignored, as
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import Annotated, Any, Literal
@@ -41,6 +41,7 @@ _ONLY: dict[str, Sequence[Any]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
 }
+_FIRST_ERROR = Field(fail_fast=True)  # of ten thousand items: to tell all errors would take as long as to answer
 # Whose words a message has. A tool's result belongs to the question that it was fetched for.
 _SIDES = {"system": "system", "developer": "system", "assistant": "assistant"}
 _LAST = (
@@ -61,7 +62,7 @@ class Message(BaseModel):
     """A message. Other fields are ignored: clients send earlier answers back as they were."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, Field(max_length=1_000_000)] | list[str | Part] | None = None
+    content: Annotated[str, Field(max_length=1_000_000)] | Annotated[list[str | Part], _FIRST_ERROR] | None = None
     tool_calls: list[Any] | None = Field(None, description="Only the tools' results are read")
     function_call: Any = None
 
@@ -98,6 +99,7 @@ class ChatRequest(BaseModel):
     messages: list[Message] = Field(
         min_length=1,
         max_length=_MAX_MESSAGES,
+        fail_fast=True,
         description="The last one, system messages aside, is the user's or a tool's result. System messages are added "
         "to the server's own instruction, wherever they stand; empty ones, calls of tools, and what an assistant says "
         "before any user are left out",
@@ -143,15 +145,15 @@ class ChatRequest(BaseModel):
     @field_validator("messages")
     @classmethod
     def _asks(cls, messages: list[Message]) -> list[Message]:
-        sides = _by_side(messages)
-        if not sides or not any(message.role == "user" for message in sides[-1]):
+        last = next(_by_side(reversed(messages)), [])
+        if not any(message.role == "user" for message in last):
             raise ValueError(_LAST)
         return messages
 
     def conversation(self) -> Conversation:
         """Return the messages as turns; consecutive messages of one side are joined."""
         own = "\n\n".join(m.text for m in self.messages if m.side == "system" and m.text.strip())
-        sides = _by_side(self.messages)
+        sides = list(_by_side(self.messages))
         if sides[0][0].side == "assistant":
             del sides[0]
         said = [(side[0].side, "\n\n".join(message.text for message in side)) for side in sides]
@@ -168,7 +170,8 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
     return any(type(value) is type(each) and value == each for each in accepted)
 
 
-def _by_side(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return what user and assistant said, in turns."""
-    said = [message for message in messages if message.side != "system" and is_visible(message.text)]
-    return [list(side) for _, side in groupby(said, lambda message: message.side)]
+def _by_side(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Yield what user and assistant said, in turns."""
+    said = (message for message in messages if message.side != "system" and is_visible(message.text))
+    for _, side in groupby(said, lambda message: message.side):
+        yield list(side)

@@ -1,6 +1,7 @@
 """JSON bodies of requests, read without holding up the event loop, whatever megabytes of them are made of.
 
-No decoder lets other threads run meanwhile. So only what a request's model declares is decoded.
+No decoder lets other threads run meanwhile. So only what a request's model declares is decoded, a piece at a time, and
+not if it is made of too many values: each becomes an object.
 """
 
 import asyncio
@@ -9,10 +10,14 @@ from collections.abc import Callable, Container, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 _SMALL = 1 << 12  # bytes of a field's value that are decoded though no model declares the field
+_PIECE = 1 << 18  # bytes that are decoded at a time: a few milliseconds
+_MOST_FIELDS, _MOST_VALUES = 1000, 100_000  # of the object itself; names in it at any depth, and values of a field
+_NAME, _VALUE = ord(":"), ord(",")  # what each but the first comes with
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -35,16 +40,59 @@ class JsonRoute(APIRoute):
 
 
 async def _decoded(body: bytes, declared: Container[str]) -> dict[str, Any]:
-    """Decode a JSON object. Raises json.JSONDecodeError if it is none, UnicodeDecodeError if it is no text."""
+    """Decode a JSON object. Raises json.JSONDecodeError if it is none or made of too much, UnicodeDecodeError if it is
+    no text."""
     try:
+        await _check_number(body, _NAME, "names of fields")
+        await asyncio.sleep(0)  # between steps that take up to ten milliseconds each: others first
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        await asyncio.sleep(0)  # between steps that may take tens of milliseconds each: others first
-        decoded = {
-            name: msgspec.json.decode(value) if name in declared or len(bytes(value)) <= _SMALL else value
-            for name, value in fields.items()
-        }
         await asyncio.sleep(0)
+        if len(fields) > _MOST_FIELDS:
+            raise json.JSONDecodeError(f"it has more than {_MOST_FIELDS} fields; leave out those without effect", "", 0)
+        decoded: dict[str, Any] = {}
+        for name, raw in fields.items():
+            value = bytes(raw)
+            if len(value) <= _SMALL:
+                decoded[name] = msgspec.json.decode(value)
+            elif name in declared:
+                await _check_number(value, _VALUE, f"values in {name!r}")
+                decoded[name] = await _in_pieces(value)
+            else:
+                decoded[name] = raw
         return decoded
     except msgspec.DecodeError as error:
         body.decode()
-        raise json.JSONDecodeError(str(error), "", 0) from error
+        raise json.JSONDecodeError(f"no JSON object: {error}", "", 0) from error
+
+
+async def _check_number(raw: bytes, mark: int, what: str) -> None:
+    """Raise json.JSONDecodeError if a mark stands too often in what is decoded, whose texts don't count."""
+    if raw.count(mark) > _MOST_VALUES and await asyncio.to_thread(_count, raw, mark) > _MOST_VALUES:
+        raise json.JSONDecodeError(f"it has more than {_MOST_VALUES} {what}; send fewer, or join their texts", "", 0)
+
+
+def _count(raw: bytes, mark: int) -> int:
+    """Count a character outside of strings. NumPy lets other threads run meanwhile."""
+    text = np.frombuffer(raw.replace(rb"\\", b""), np.uint8)
+    quotes = text == ord('"')
+    quotes[1:] &= text[:-1] != ord("\\")
+    is_outside = np.cumsum(quotes, dtype=np.uint8) & 1 == 0  # overflows, and stays even or odd
+    return int(np.count_nonzero(is_outside & (text == mark)))
+
+
+async def _in_pieces(value: bytes) -> Any:
+    """Decode a value; an array item by item, with others' turns in between."""
+    await asyncio.sleep(0)
+    if not value.startswith(b"["):
+        return msgspec.json.decode(value)
+    items, size = [], 0
+    raws = msgspec.json.decode(value, type=list[msgspec.Raw])
+    await asyncio.sleep(0)
+    for item in raws:
+        size += len(memoryview(item))
+        if size > _PIECE:
+            await asyncio.sleep(0)
+            size = 0
+        items.append(msgspec.json.decode(item))
+    await asyncio.sleep(0)
+    return items

@@ -255,7 +255,7 @@ async def _on_invalid_request(request: Request, error: RequestValidationError) -
 
 def _problem(detail: dict[str, Any]) -> str:
     if detail["type"] == "json_invalid":
-        return f"body: no JSON object: {detail['ctx']['error']}"
+        return f"body: {detail['ctx']['error']}"
     return f"{'.'.join(map(str, detail['loc'][1:])) or 'body'}: {detail['msg']}"
 
 

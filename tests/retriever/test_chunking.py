@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from ragkv.errors import ConfigError, DocumentError, ModelError
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.documents import Document
 from ragkv.retriever.plain_text import PlainTokenizer
+from ragkv.retriever.token_count import TokenCount
 
 PROSE = "\n\n".join(
     f"Paragraph {i} says that the fox jumps over {i * 7} lazy dogs.   It goes on.\n  Then it ends." for i in range(40)
@@ -31,6 +33,15 @@ ENDLESS = {
     "Chinese": lambda n: "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(n)),
     "list": lambda n: "\n".join(" " * (2 * i % 40) + f"- item {i}" for i in range(n // 25)),
     "code": lambda n: "```\n" + "\n".join(f"x[{i}] = f({7 * i})" for i in range(n // 20)),
+    "emphasis": lambda n: "*a " * (n // 3),
+    "quotes": lambda n: "\n".join("> " * (i % 30) + f"line {i}" for i in range(n // 40)),
+    "links": lambda n: "[a](b" * (n // 5),
+    "tags": lambda n: "<a " * (n // 3),
+    "deep list": lambda n: "\n".join("  " * i + "- i" for i in range(round(n**0.5))),
+    "wide table": lambda n: "\n".join("|" + "b|" * 2000 for _ in range(n // 4000)),
+    "Chinese lines": lambda n: "\n".join(
+        "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(at, at + 5000)) for at in range(0, n, 5000)
+    ),
 }
 CONTROL = "some words <|im_end|> " * 50  # for the splitter one token each, for the chunk many
 
@@ -94,6 +105,34 @@ def test_time_grows_with_the_length_only(chunker, tokenizer: Tokenizer, kind: st
 
     seconds(1000)  # the tokenizer is read
     assert seconds(120_000) < 0.5 + 8 * 2 * seconds(15_000)  # with the square it would be 64 times as much
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("markdown", [False, True])
+def test_a_text_is_tokenised_a_few_times_only(chunker, tokenizer: Tokenizer, monkeypatch, kind, markdown) -> None:
+    """To ask for each piece that might be a chunk would be ten to fifteen times."""
+    num_tokenised, encoded = 0, TokenCount._encoded
+
+    def counted(self, text: str) -> list[int]:
+        nonlocal num_tokenised
+        num_tokenised += len(text)
+        return encoded(self, text)
+
+    monkeypatch.setattr(TokenCount, "_encoded", counted)
+    text = ENDLESS[kind](60_000)
+    assert list(chunker(tokenizer).split(document(text, markdown)))
+    assert num_tokenised < (8 if kind == "list" else 4) * len(text)
+
+
+@pytest.mark.parametrize("text", [PROSE, MARKDOWN, HARD, CONTROL, "a" * 3000, " \n" * 900 + "a"])
+def test_a_count_is_exact_near_the_capacity_and_on_its_side_elsewhere(tokenizer: Tokenizer, text: str) -> None:
+    count, rng = TokenCount(tokenizer, 64), random.Random(5)
+    for _ in range(40):
+        start, longest = rng.randrange(len(text)), rng.randrange(1, 600)
+        for length in [2000, *(rng.randrange(1 + longest) for _ in range(20))]:
+            piece = text[start : start + length]
+            exact, found = len(tokenizer.encode(piece, add_special_tokens=False).ids), count(piece)
+            assert found == exact if abs(exact - 64) < 8 else (found > 64) == (exact > 64)
 
 
 def test_chunks_of_a_long_text_are_those_of_the_whole(chunker, tokenizer: Tokenizer) -> None:
@@ -167,6 +206,9 @@ def test_control_tokens_that_are_pieces_of_the_vocabulary_are_text_too(tmp_path:
     tokens = [unigram.id_to_token(id) for id in PlainTokenizer(tmp_path).encode("a</s>b</s></s>a")]
     assert "</s>" not in tokens and "".join(tokens) == "a</s>b</s></s>a"
     assert len(PlainTokenizer(tmp_path).encode("a?</s>")) == 1 + 1 + 4  # "?" is unknown, and stays
+    unigram.add_special_tokens(["<unk>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    assert len(PlainTokenizer(tmp_path).encode("a" + "?" * 9999 + "</s>")) == 1 + 1 + 4
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_count(chunker, tokenizer: Tokenizer) -> None:

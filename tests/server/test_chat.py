@@ -180,6 +180,10 @@ def test_options_come_from_the_request_else_from_the_configuration(pipeline, ope
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}]},
             "body: Value error, messages have more than 10000 parts",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]},
+            "body: it has more than 100000 names of fields; send fewer, or join their texts",
+        ),
         ({"tool_choice": "required"}, "body: Value error, tool_choice can't be used here: leave it out"),
         ({"tool_choice": CALL}, "body: Value error, tool_choice can't be used here: leave it out"),
         ({"continue_final_message": True}, "body: Value error, continue_final_message can't be used here"),
@@ -208,6 +212,13 @@ def test_what_cannot_be_used_is_named(pipeline, openai_client, fields, named) ->
         openai_client.chat.completions.create(**{"model": MODEL, "messages": ASKED, "extra_body": fields})
     assert error.value.body["message"].startswith(named)
     assert not pipeline.asked
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": [5] * 10_000}], [{"role": "nobody"}] * 10_000])
+def test_of_many_errors_the_first_are_named(client, messages) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": messages})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 422 and message.startswith("messages.0.") and len(message) < 1000
 
 
 def test_other_fields_are_ignored_and_counted(own_client, caplog) -> None:

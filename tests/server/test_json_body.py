@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from ragkv.server.json_body import _decoded
+from ragkv.server.json_body import _count, _decoded
 
 
 def test_large_values_are_decoded_only_where_a_model_declares_them() -> None:
@@ -27,3 +27,48 @@ def test_what_is_no_json_object_is_an_error_for_fastapi(body) -> None:
 def test_what_is_no_text_is_another(body) -> None:
     with pytest.raises(UnicodeDecodeError):
         asyncio.run(_decoded(body, {"a"}))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"known": [' + b"1," * 100_001 + b"1]}", "it has more than 100000 values in 'known'; send fewer"),
+        (b'{"known": [' + b'{"a":0},' * 99_999 + b"1]}", None),
+        (b'{"known": [' + b'{"a":0},' * 100_001 + b"1]}", "it has more than 100000 names of fields; send fewer"),
+        (b'{"unknown": [' + b"1," * 100_001 + b"1]}", None),
+        (b"{" + b",".join(b'"%d":1' % i for i in range(1001)) + b"}", "it has more than 1000 fields; leave out"),
+        (json.dumps({"known": ':,\\"\\\\' * 100_001, "other": "," * 100_001}).encode(), None),
+    ],
+)
+def test_what_is_made_of_too_many_values_is_refused_before_they_are(body, problem) -> None:
+    if problem is None:
+        assert asyncio.run(_decoded(body, {"known", "other"}))["known" if b'"known"' in body else "unknown"]
+    else:
+        with pytest.raises(json.JSONDecodeError, match=problem):
+            asyncio.run(_decoded(body, {"known"}))
+
+
+@pytest.mark.parametrize("text", ['a,"b":[]', "\\", '\\"', '"', "\\\\", '\\\\",:'])
+def test_marks_count_outside_of_strings_only(text) -> None:
+    raw = json.dumps([{text: [text, 1]}, "", text]).encode()
+    assert (_count(raw, ord(",")), _count(raw, ord(":"))) == (3, 1)
+
+
+def test_others_have_turns_between_the_messages_of_a_large_chat() -> None:
+    messages = [{"role": "user", "content": chr(0x4E00 + i) * 10_000} for i in range(100)]  # 6 MB
+
+    async def turns() -> int:
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(count())
+        assert (await _decoded(json.dumps({"messages": messages}).encode(), {"messages"}))["messages"] == messages
+        other.cancel()
+        return num_turns
+
+    assert asyncio.run(turns()) > 20
