@@ -149,7 +149,7 @@ def test_unknown_settings(home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert first == f"server.port = 0 in {file}: Input should be greater than or equal to 1"
     assert (
         second == f"unknown setting server.prot in {file}; choose from host, port, keys, max_requests, log, "
-        "max_upload_mib, max_pause_s"
+        "max_upload_mib, max_pause_s, indexing_patience_s"
     )
     assert errors("doctor", "--config", tmp_path / "no.toml")[0].startswith("can't read the settings file")
     monkeypatch.setenv("RAGKV_NONSENSE", "1")
