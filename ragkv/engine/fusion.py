@@ -34,6 +34,8 @@ from ragkv.policies import (
 
 logger = logging.getLogger(__name__)
 
+_MOST_PROBED = 1024  # tokens, beside other requests: a probe isn't sliced, and they wait for its end
+
 
 @dataclass
 class StepBudget:
@@ -84,8 +86,6 @@ class Fusion:
         num_unusable = report.chunks.missing + report.chunks.corrupt
         if num_unusable:
             report.problem = missing_kv(num_unusable, len(job.task.spans))
-        elif report.policy != job.task.policy:
-            report.problem = "less than half of the prompt is cached"
         return report
 
     def prefetch(self, job: Job) -> None:
@@ -130,7 +130,10 @@ class _Attempt:
     def run(self, step: StepBudget) -> Generator[None, None, None]:
         policy = self._policy
         if not policy.pays(len(self._uncached), len(self._writable)):
-            policy = FULL
+            policy, self._report.problem = FULL, "less than half of the prompt is cached"
+        elif policy.uses_votes and not step.alone and len(self._uncached) > _MOST_PROBED:
+            problem = f"{len(self._uncached)} tokens without KV are too many to probe while others wait"
+            policy, self._report.problem = FULL, problem
         self._report.policy = policy
         if policy.is_full or not self._spans:
             self._count(self._writable)

@@ -69,8 +69,7 @@ def _piece(tokens):
     return Piece(torch.tensor(tokens), torch.arange(len(tokens)), torch.tensor(BLOCKS))
 
 
-def fuse(loader, *args, slice_tokens=1000, **kwargs):
-    steps = Fusion(loader).fuse(job(*args, **kwargs), StepBudget(slice_tokens))
+def finish(steps):
     num_steps = 1
     while True:
         try:
@@ -78,6 +77,11 @@ def fuse(loader, *args, slice_tokens=1000, **kwargs):
             num_steps += 1
         except StopIteration as stop:
             return stop.value, num_steps
+
+
+def fuse(loader, *args, slice_tokens=1000, **kwargs):
+    """The report, and in how many steps it was done."""
+    return finish(Fusion(loader).fuse(job(*args, **kwargs), StepBudget(slice_tokens)))
 
 
 def kv(loader, layer, end=24):
@@ -251,6 +255,14 @@ def test_a_chunk_without_kv_is_computed_like_other_text(loader):
 def test_with_most_of_the_prompt_uncached_a_vote_does_not_pay(loader):
     report, _ = fuse(loader, "query:0.2", spans=(A_SPAN,))
     assert report.policy.is_full and report.problem == "less than half of the prompt is cached"
+
+
+def test_a_probe_that_others_would_wait_long_for_gives_way_to_a_prefill_in_slices(loader, monkeypatch):
+    monkeypatch.setattr("ragkv.engine.fusion._MOST_PROBED", 2)
+    for alone, is_full in ((True, False), (False, True)):
+        report, _ = finish(Fusion(loader).fuse(job("query:0.2"), StepBudget(1000, alone)))
+        assert report.policy.is_full == is_full
+    assert report.problem == "3 tokens without KV are too many to probe while others wait"
 
 
 def test_scores_are_those_of_a_plain_forward_when_all_is_recomputed(loader):
