@@ -28,7 +28,7 @@ models: setup  ## Download and convert the embedded models
 demo: models  ## Index this project's documents and ask a question, with and without reuse of KV
 	$(DEMO) index README.md docs/architecture.md docs/configuration.md docs/measuring.md docs/policies.md
 	$(DEMO) ask "$(QUESTION)" --compare
-	@echo "The embedded model has 135 million parameters and writes accordingly: make demo MODEL=… takes a better one."
+	@$(if $(MODEL),,echo "The embedded model has 135 million parameters and writes accordingly: make demo MODEL=… takes a better one.")
 
 docs: setup  ## Rewrite the table of settings in docs/configuration.md
 	.venv/bin/python docs/settings.py

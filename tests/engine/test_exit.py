@@ -62,6 +62,31 @@ def test_a_command_ends_with_its_engine(environment, home, tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_indexing_is_stopped_in_the_middle(environment, home, tmp_path, signum):
+    (tmp_path / "long.txt").write_text("".join(f"The cat number {i} sat on the mat {signum}. " for i in range(50_000)))
+    known = set(home.rglob("*.kv"))
+    with running(environment, "index", tmp_path) as process:
+        end = time.monotonic() + START_S
+        while len(set(home.rglob("*.kv")) - known) < 3:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.1)
+        (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
+        _, err = process.communicate(timeout=END_S)
+    check_silence(err)
+    assert process.returncode == 128 + signum
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_answer_is_stopped_in_the_middle(environment, signum):
+    with running(environment, "ask", "When is tea picked?") as process:
+        assert process.stdout.read(1)  # the answer comes as it is decoded
+        (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
+        _, err = process.communicate(timeout=END_S)
+    check_silence(err)
+    assert process.returncode in (0, 128 + signum)  # 0: it was short
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_is_stopped_in_the_middle_of_an_answer(environment, unused_port, signum):
     """SIGINT as Ctrl-C in a terminal sends it: to all processes."""
     with running(environment, "serve", "--port", unused_port) as process:
