@@ -61,29 +61,27 @@ def test_a_command_ends_with_its_engine(environment, home, tmp_path):
     check_silence(err + (home / "vllm.log").read_text())
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_indexing_is_stopped_in_the_middle(environment, home, tmp_path, signum):
-    (tmp_path / "long.txt").write_text("".join(f"The cat number {i} sat on the mat {signum}. " for i in range(50_000)))
+def test_indexing_is_stopped_in_the_middle(environment, home, tmp_path):
+    (tmp_path / "long.txt").write_text("".join(f"The cat number {i} sat on the mat. " for i in range(50_000)))
     known = set(home.rglob("*.kv"))
     with running(environment, "index", tmp_path) as process:
         end = time.monotonic() + START_S
         while len(set(home.rglob("*.kv")) - known) < 3:
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.1)
-        (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
+        os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=END_S)
     check_silence(err)
-    assert process.returncode == 128 + signum
+    assert process.returncode == 130
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_answer_is_stopped_in_the_middle(environment, signum):
+def test_an_answer_is_stopped_in_the_middle(environment):
     with running(environment, "ask", "When is tea picked?") as process:
         assert process.stdout.read(1)  # the answer comes as it is decoded
-        (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
+        os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=END_S)
     check_silence(err)
-    assert process.returncode in (0, 128 + signum)  # 0: it was short
+    assert process.returncode in (0, 130)  # 0: it was short
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
