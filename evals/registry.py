@@ -123,6 +123,7 @@ class Faults:
 
     kills: int = option("How often processes that use a store are killed.", 200, least=0)
     flips: int = option("How often a bit is flipped or a file cut off.", 1000, least=0)
+    table: int = option("How often the table of uses is damaged in each way, at rest and while open.", 0, least=0)
     seed: int = option("Of the first round; the others count on from it.", 0, least=0)
 
 

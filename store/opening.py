@@ -5,19 +5,22 @@ import fcntl
 import logging
 import os
 import shutil
-import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import lmdb
+
 from ragkv.errors import StoreError
 from ragkv.store.entries import EntryFolder
 from ragkv.store.record import FORMAT_VERSION, CorruptRecordError, read_header
-from ragkv.store.usage import Usage, is_damage
+from ragkv.store.table import TableDamageError, is_damage, remove
+from ragkv.store.usage import Usage
 
 logger = logging.getLogger(__name__)
 
-USAGE_NAME = "usage.db"
+USAGE_NAME = "usage.mdb"
+_OF_BEFORE = "usage.db"  # the same in SQLite, of earlier releases: made anew
 _NEARLY_FULL_BYTES = 64 << 20
 _FORMATS = {"segments": "3", **{f"v{version}": str(version) for version in range(1, 100)}}  # by the folder's name
 
@@ -64,9 +67,9 @@ def _check_format(path: Path) -> None:
 
 def _open_usage(file: Path, policy: str, is_alone: bool) -> Usage:
     try:
-        return Usage(file, policy)
-    except sqlite3.Error as error:
-        if not is_damage(error, file):
+        usage = Usage(file, policy, is_alone=is_alone)
+    except (TableDamageError, lmdb.Error) as error:
+        if not is_damage(error):
             raise
         if not is_alone:
             raise StoreError(
@@ -74,9 +77,12 @@ def _open_usage(file: Path, policy: str, is_alone: bool) -> Usage:
                 "then made anew"
             ) from error
         logger.warning("%s is damaged (%s); made anew, without what was known of uses", file, error)
-        for part in file.parent.glob(f"{file.name}*"):
-            part.unlink()
-        return Usage(file, policy)
+        remove(file)
+        usage = Usage(file, policy, is_alone=is_alone)
+    if is_alone:
+        for old in file.parent.glob(f"{_OF_BEFORE}*"):
+            old.unlink()
+    return usage
 
 
 def _fill(usage: Usage, entries: EntryFolder) -> None:
@@ -96,15 +102,14 @@ def _fill(usage: Usage, entries: EntryFolder) -> None:
 
 @contextmanager
 def store_errors(path: Path, verb: str) -> Iterator[None]:
-    """Raise StoreError, with the remedy, for what the system and SQLite raise inside."""
+    """Raise StoreError, with the remedy, for what the system and LMDB raise inside."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (TableDamageError, lmdb.Error, OSError) as error:
         free = shutil.disk_usage(path).free if path.exists() else 0
-        # A full disk may be an I/O error to SQLite.
         full = free < _NEARLY_FULL_BYTES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Is it a ragkv store that you may write to?"
-        if is_damage(error, path / USAGE_NAME):
+        if is_damage(error):
             remedy = f"{USAGE_NAME} is damaged. Stop all that uses it and start again: it is then made anew"
         elif full:
             remedy = "Free some space, or choose another --home"

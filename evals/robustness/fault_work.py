@@ -19,6 +19,7 @@ from ragkv.errors import StoreError
 from ragkv.store.base import Snapshot
 from ragkv.store.codecs import CODECS, Codec
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.opening import USAGE_NAME
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
 NUM_LAYERS = 3
@@ -26,8 +27,19 @@ NUM_CHUNKS = 16  # that writers choose from
 _HEADS, _HEAD_SIZE = 2, 32
 _CODECS = tuple(CODECS.values())
 _WORK_S = 60  # an end also for those that nobody kills
-_DELETED = NUM_CHUNKS  # in a store to be damaged
+DELETED = NUM_CHUNKS  # in a store to be damaged
 _NEW = NUM_CHUNKS + 1  # put after the damage
+
+_PAGE_BYTES = 4096  # of LMDB
+
+CUT_OFF, A_BIT, A_PAGE = "cut off", "a bit", "a page of garbage"
+# Ways to damage a file, and between which of its bytes.
+TABLE_DAMAGES: dict[str, Callable[[int], tuple[int, int]]] = {
+    CUT_OFF: lambda size: (0, size),
+    A_BIT: lambda size: (0, size),
+    "a bit of the header": lambda size: (0, 2 * _PAGE_BYTES),
+    A_PAGE: lambda size: (0, size),
+}
 
 Say = Callable[[str], None]
 State = dict[int, int]  # chunk to version
@@ -167,30 +179,31 @@ def _expect(snapshot: Snapshot, chunk: int, version: int | None, *, missing: boo
 def make(folder: Path, left_open: Path) -> None:
     """Make a store to be damaged: chunks of all codecs, one replaced, one deleted.
 
-    left_open: the same with its table's log, as a process that was killed leaves it.
+    left_open: the same without a seal, as a process that was killed leaves it.
     """
     for code in range(len(_CODECS)):
         with closing(DiskStore(folder, _CODECS[code].name)) as store:
             put(store, [(chunk, chunk) for chunk in range(NUM_CHUNKS) if chunk % len(_CODECS) == code])
     with closing(DiskStore(folder)) as store:
-        put(store, [(0, 30), (_DELETED, 30)])
+        put(store, [(0, 30), (DELETED, 30)])
         put(store, [(0, 0)])
-        store.delete([key(_DELETED).chunk_hash])
+        store.delete([key(DELETED).chunk_hash])
         shutil.copytree(folder, left_open)
 
 
-def survive(say: Say, folder: Path, seed: int, while_open: bool) -> None:
+def survive(say: Say, folder: Path, seed: int, while_open: bool, of_the_table: str | None = None) -> None:
     """Damage a store and use it. Say what is damaged, then one word for what came of it.
 
-    Raises ValueError for a wrong value, and lets through every error that a store's users needn't expect.
+    of_the_table: one of TABLE_DAMAGES; None: a bit or the end of any file. Raises ValueError for a wrong value, and
+    lets through every error that a store's users needn't expect.
     """
     rng = random.Random(seed)
-    deleted, refused = {_DELETED}, False
+    deleted, refused = {DELETED}, False
     if while_open:
         with closing(DiskStore(folder)) as store:
             _look(store)
             _read_all(store, deleted, missing=False)
-            damage(say, folder, rng)
+            damage(say, folder, rng, of_the_table)
             _read_all(store, deleted, missing=True)
             for use in (_look, lambda store: _change(store, deleted, chunk=1, missing=True)):
                 try:
@@ -199,13 +212,26 @@ def survive(say: Say, folder: Path, seed: int, while_open: bool) -> None:
                     refused = True
             _read_all(store, deleted, missing=True)
     else:
-        damage(say, folder, rng)
+        damage(say, folder, rng, of_the_table)
+    whole = _use_again(folder, deleted)
+    say("refused" if refused else "unharmed" if whole else "missed")
+
+
+def start_again(say: Say, folder: Path) -> None:
+    """Use a store as ever after damage has ended a process, perhaps while it deleted chunk 1."""
+    with closing(DiskStore(folder)) as store:
+        store.delete([key(1).chunk_hash])
+    _use_again(folder, {DELETED, 1})
+
+
+def _use_again(folder: Path, deleted: set[int]) -> bool:
+    """Open and use a store. Returns whether all that wasn't deleted is present."""
     with closing(DiskStore(folder)) as store:
         _look(store)
         whole = _read_all(store, deleted, missing=True)
         _change(store, deleted, chunk=2, missing=False)
         _read_all(store, deleted, missing=True)
-    say("refused" if refused else "unharmed" if whole else "missed")
+    return whole
 
 
 def _look(store: DiskStore) -> None:
@@ -217,7 +243,7 @@ def _look(store: DiskStore) -> None:
 def _read_all(store: DiskStore, deleted: set[int], *, missing: bool) -> bool:
     """Return whether all chunks are present but those that are `deleted`."""
     with store.snapshot() as snapshot:
-        chunks = [*range(NUM_CHUNKS), _DELETED]
+        chunks = [*range(NUM_CHUNKS), DELETED]
         return sum(_expect(snapshot, c, None if c in deleted else c, missing=missing) for c in chunks) == len(chunks)
 
 
@@ -231,26 +257,29 @@ def _change(store: DiskStore, deleted: set[int], chunk: int, *, missing: bool) -
         _expect(snapshot, chunk, None, missing=True)
 
 
-def damage(say: Say, folder: Path, rng: random.Random) -> None:
-    """Flip a bit of a file, or cut it off; each file is as likely as the others.
+def damage(say: Say, folder: Path, rng: random.Random, of_the_table: str | None) -> None:
+    """Damage a file in place: the table of uses in the way that is named, or any file, each as likely as the others.
 
-    The table's shared memory and the lock are left alone: they hold nothing that outlives a process.
+    The locks are left alone: they hold nothing that outlives a process.
     """
-    table = [file for name in ("usage.db", "usage.db-wal") for file in folder.glob(name) if file.stat().st_size]
-    file = rng.choice([*table, rng.choice(sorted(folder.glob("v*/*/*.kv")))])
-    offset = rng.randrange(file.stat().st_size)
-    if rng.random() < 0.2:
-        say(f"{file.name} cut off at {offset}")
-        os.truncate(file, offset)
-        return
-    bit = rng.randrange(8)
-    say(f"{file.name}, bit {bit} of byte {offset}")
-    if (pid := os.fork()) == 0:  # closing the table's file here would take away the locks that SQLite has on it
-        with file.open("r+b", buffering=0) as opened:
+    table = folder / USAGE_NAME
+    kind, file = of_the_table or "", table
+    if of_the_table is None:
+        kind = CUT_OFF if rng.random() < 0.2 else A_BIT
+        file = rng.choice([table, rng.choice(sorted(folder.glob("v*/*/*.kv")))])
+    size = file.stat().st_size
+    start, end = TABLE_DAMAGES[kind](size)
+    offset = rng.randrange(start, end)
+    with file.open("r+b", buffering=0) as opened:
+        if kind == CUT_OFF:
+            opened.truncate(offset)
+        elif kind == A_PAGE:
+            offset -= offset % _PAGE_BYTES
+            os.pwrite(opened.fileno(), rng.randbytes(_PAGE_BYTES), offset)
+        else:
             (byte,) = os.pread(opened.fileno(), 1, offset)
-            os.pwrite(opened.fileno(), bytes([byte ^ 1 << bit]), offset)
-        os._exit(0)
-    os.waitpid(pid, 0)
+            os.pwrite(opened.fileno(), bytes([byte ^ 1 << rng.randrange(8)]), offset)
+    say(f"{file.name}, {kind} at {offset} of {size} bytes")
 
 
 def fill(say: Say, folder: Path) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ _FORK = multiprocessing.get_context("fork")
 _TIMEOUT_S = 20  # then a process hangs
 _MAX_DELAY_S = 0.15  # from a worker's first acknowledgement to its end
 _DISK_BYTES = 8 << 20
+DIED = "died by signal"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,14 @@ def run(config: Config, wanted: Faults, progress: Progress) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="ragkv-faults-") as name:
         folder = Path(name)
         seed = wanted.seed
-        parts = (("kills", wanted.kills, kills), ("damage", wanted.flips, flips))
+        parts: list[tuple[str, int, Callable[[Path, range], Iterator[Round]]]] = [
+            ("kills", wanted.kills, kills),
+            ("damage", wanted.flips, flips),
+        ]
+        for kind in fault_work.TABLE_DAMAGES:
+            for when, while_open in (("at rest", False), ("while open", True)):
+                on_uses = partial(table_damages, kind=kind, while_open=while_open)
+                parts.append((f"uses: {kind}, {when}", wanted.table, on_uses))
         for part, count, rounds in parts:
             if count:
                 yield _play(Part(part), count, rounds(folder / part, range(seed, seed + count)), progress).row()
@@ -127,7 +136,7 @@ class Child:
         if code is None:
             return lines, f"hung for {_TIMEOUT_S} s"
         if code < 0:
-            return lines, f"died by signal {-code}"
+            return lines, f"{DIED} {-code}"
         return (lines[:-1], lines[-1]) if code else (lines, None)
 
     def failure(self) -> str | None:
@@ -218,21 +227,40 @@ def _states(state: State, lines: list[str]) -> tuple[State, State]:
 def flips(folder: Path, seeds: range) -> Iterator[Round]:
     """Flip a bit, or cut a file off, before a store is opened or while it is open; it must be of use afterwards, and
     give no wrong value."""
+    for seed, damaged in _damaged(folder, seeds):
+        while_open = random.Random(seed).random() < 0.5
+        lines, failure = Child(fault_work.survive, damaged, seed, while_open).join()
+        yield _round(seed, lines, failure, " while open" * while_open)
+
+
+def table_damages(folder: Path, seeds: range, kind: str, *, while_open: bool) -> Iterator[Round]:
+    """Damage the table of uses. While it is open that may end the process; then the next start must find it."""
+    for seed, damaged in _damaged(folder, seeds):
+        lines, failure = Child(fault_work.survive, damaged, seed, while_open, kind).join()
+        if while_open and failure is not None and failure.startswith(DIED):
+            _, failure = Child(fault_work.start_again, damaged).join()
+            lines = [*lines, "ended the process"]
+        yield _round(seed, lines, failure)
+
+
+def _damaged(folder: Path, seeds: range) -> Iterator[tuple[int, Path]]:
+    """Yield for each seed a copy of a store that is to be damaged."""
     pristine = [folder / "closed", folder / "left_open"]
+    shutil.rmtree(folder, ignore_errors=True)
     _, failure = Child(lambda _: fault_work.make(*pristine)).join()
     if failure is not None:
-        yield Round(seeds[0], "failed", failure)
-        return
+        raise RuntimeError(f"no store to be damaged can be made: {failure}")
+    damaged = folder / "damaged"
     for seed in seeds:
-        rng = random.Random(seed)
-        damaged, while_open = folder / "damaged", rng.random() < 0.5
         shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(rng.choice(pristine), damaged)
-        lines, failure = Child(fault_work.survive, damaged, seed, while_open).join()
-        if failure is None:
-            yield Round(seed, lines[-1])
-        else:
-            yield Round(seed, "failed", f"{lines[0] if lines else ''}{' while open' * while_open}: {failure}")
+        shutil.copytree(random.Random(f"which {seed}").choice(pristine), damaged)
+        yield seed, damaged
+
+
+def _round(seed: int, lines: list[str], failure: str | None, when: str = "") -> Round:
+    if failure is None:
+        return Round(seed, lines[-1])
+    return Round(seed, "failed", f"{lines[0] if lines else ''}{when}: {failure}")
 
 
 def _full_disk(folder: Path, seed: int, progress: Progress) -> Part:

@@ -12,6 +12,7 @@ CAMPAIGN = (
     "for row in faults.run(Config(), wanted, Progress()): print(json.dumps(row))"
 )
 WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
+WITHOUT_CHECKS_OF_LENGTH = "from ragkv.store import table; table._Environment.check_length = lambda *_: None"
 LOSES_PUTS_AND_DIES = (
     "import os; from ragkv.store.entries import EntryFolder; from ragkv.store.admin import StoreAdmin\n"
     "publish = EntryFolder.publish\n"
@@ -20,18 +21,32 @@ LOSES_PUTS_AND_DIES = (
 )
 
 
-def play(kills, flips, seed=0, sabotage=""):
+def play(kills, flips, table=0, sabotage=""):
     """In a process of its own: it forks, and must have no threads."""
-    command = [sys.executable, "-c", f"{sabotage}\n{CAMPAIGN}", *map(str, (kills, flips, seed))]
+    command = [sys.executable, "-c", f"{sabotage}\n{CAMPAIGN}", *map(str, (kills, flips, table))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {row["part"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
 def test_the_store_survives_and_the_command_says_so():
-    command = [sys.executable, "-m", "ragkv", "eval", "faults", "--kills", "3", "--flips", "30", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragkv",
+        "eval",
+        "faults",
+        "--kills",
+        "3",
+        "--flips",
+        "30",
+        "--table",
+        "3",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    kills, damage, disk = map(json.loads, done.stdout.splitlines())
+    kills, damage, *table, disk = map(json.loads, done.stdout.splitlines())
+    assert [row["rounds"] for row in table] == [3] * 8
     assert kills["outcomes"] == {"compactor": 1, "indexer": 1, "reader": 1}
     assert damage["outcomes"]["unharmed"] and damage["outcomes"]["missed"]
     assert disk["outcomes"] == {"held": 1} or "can't mount" in disk["skipped"]
@@ -41,6 +56,13 @@ def test_wrong_values_are_found():
     failures = play(0, 10, sabotage=WITHOUT_CHECKSUMS)["damage"]["failures"]
     assert any("wrong value" in failure["problem"] for failure in failures)
     assert all(failure["seed"] in range(10) for failure in failures)
+
+
+def test_a_process_that_a_table_ends_is_counted_and_the_next_one_starts():
+    rows = play(0, 0, 6, sabotage=WITHOUT_CHECKS_OF_LENGTH)
+    while_open = rows["uses: cut off, while open"]
+    assert while_open["outcomes"]["ended the process"] and while_open["failed"] == 0
+    assert rows["uses: cut off, at rest"]["failed"] == 0
 
 
 def test_lost_chunks_and_processes_that_die_are_found():
