@@ -3,7 +3,7 @@
 LMDB maps its file and follows the page numbers in it, without checksums: a file that went bad can end the process. So
 the file is verified before it is opened, unless it is the very one that was verified last; before each transaction its
 length is compared with what it should have; and each row has a checksum of its own. What these don't see is in
-docs/decisions/0026.
+docs/decisions/0024.
 """
 
 import os
