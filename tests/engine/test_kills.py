@@ -13,6 +13,7 @@ import pytest
 from ragkv.config import Config
 from ragkv.errors import StoreError
 from ragkv.home import Home
+from ragkv.store.opening import USAGE_NAME
 
 pytestmark = pytest.mark.engine
 
@@ -77,7 +78,7 @@ def test_a_killed_indexer_leaves_a_store_that_the_next_run_completes(smollm, tmp
 
 
 def _num_records(config):
-    if not (config.home / "kv" / "usage.db").exists():
+    if not (config.home / "kv" / USAGE_NAME).exists():
         return 0
     try:
         store = Home(config.home).open_store()
