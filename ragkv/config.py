@@ -163,7 +163,7 @@ class ServerConfig(Section):
     """How long to wait for a client that stops sending its request or reading its answer, in seconds"""
     indexing_patience_s: float = Field(60.0, ge=0)
     """While questions are answered without a pause: how long indexing waits for one, in seconds, before it precomputes
-    one more chunk beside them. Small uploads don't wait. 0: documents are indexed as if nobody asked"""
+    one more chunk beside them. Small uploads don't wait. 0: nothing waits, and answers are slower meanwhile"""
 
 
 class TenantConfig(Section):

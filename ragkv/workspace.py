@@ -100,6 +100,11 @@ class Workspace:
             self._corpora[tenant] = Corpus(self.home, tenant, self.config.retrieval)
         return self._corpora[tenant]
 
+    @property
+    def drafted(self) -> set[str]:
+        """The hashes of all tenants' chunks that are being precomputed. Thread-safe."""
+        return set().union(*(corpus.drafted for corpus in list(self._corpora.values())))
+
     def retriever(self, corpus: Corpus) -> Retriever:
         """Make a retriever. Each user needs its own, since it remembers questions."""
         embed, candidates = self.embedder.embed_question, self.config.retrieval.candidates

@@ -118,12 +118,13 @@ class Indexer:
     async def delete_orphans(self) -> int:
         """Delete the KV that no tenant's documents have: interrupted runs may have left some. Returns how many chunks.
 
-        Call it while nobody is to continue such a run.
+        Documents in work keep theirs. Call it while nobody is to continue such a run.
         """
         store = self._workspace.store
 
         def delete() -> int:
             unused = set(store.chunk_hashes(evicted=True)) - self._workspace.home.chunk_hashes()
+            unused -= self._workspace.drafted
             unused.discard(self._workspace.anchor_hash)
             if unused:
                 store.delete(unused)

@@ -28,6 +28,14 @@ class Words:
             yield ChunkText(word, tuple(map(ord, word)))
 
 
+class OneCorpus(SimpleNamespace):
+    """A workspace of one corpus."""
+
+    @property
+    def drafted(self):
+        return self.corpus.drafted
+
+
 class KV:
     """Precomputes nothing, in two contexts, and keeps what it was given."""
 
@@ -75,7 +83,8 @@ def indexer(tmp_path, kv):
         corpus = Corpus(home, MAIN, RetrievalConfig())
         corpus.catalog, corpus.index = catalog, VectorIndex(catalog)
         idle = Idle(60)
-        workspace = SimpleNamespace(
+        workspace = OneCorpus(
+            corpus=corpus,
             idle=idle,
             config=Config(home=home.path, index={"num_contexts": 2}),
             home=home,
@@ -367,6 +376,21 @@ def test_an_ingest_that_ends_early_leaves_no_drafts(indexer, slow):
     assert not indexer._corpus.drafts
     with indexer._workspace.home.indexing():
         pass
+
+
+def test_kv_of_a_document_in_work_is_no_orphan(indexer, slow, kv):
+    deleted = []
+    store = indexer._workspace.store
+    store.delete, store.chunk_hashes = deleted.extend, lambda evicted: {"f" * 32, *kv.chunks}
+
+    async def run():
+        turns = indexer.ingest_documents(words("large", LARGE), lambda step: None, None, NEVER)
+        await anext(turns)
+        assert kv.chunks and await indexer.delete_orphans() == 1
+        await turns.aclose()
+
+    asyncio.run(run())
+    assert deleted == ["f" * 32]
 
 
 def test_orphans_of_an_interrupted_run_are_deleted(indexer):
