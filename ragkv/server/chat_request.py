@@ -41,7 +41,8 @@ _ONLY: dict[str, Sequence[Any]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
 }
-_FIRST_ERROR = Field(fail_fast=True)  # of ten thousand items: to tell all errors would take as long as to answer
+# `fail_fast`: to tell all errors of ten thousand items would take as long as to answer.
+_PARTS = Field(fail_fast=True, max_length=_MAX_PARTS)
 # Whose words a message has. A tool's result belongs to the question that it was fetched for.
 _SIDES = {"system": "system", "developer": "system", "assistant": "assistant"}
 _LAST = (
@@ -62,7 +63,7 @@ class Message(BaseModel):
     """A message. Other fields are ignored: clients send earlier answers back as they were."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, Field(max_length=1_000_000)] | Annotated[list[str | Part], _FIRST_ERROR] | None = None
+    content: Annotated[str, Field(max_length=1_000_000)] | Annotated[list[str | Part], _PARTS] | None = None
     tool_calls: list[Any] | None = Field(None, description="Only the tools' results are read")
     function_call: Any = None
 
@@ -137,7 +138,7 @@ class ChatRequest(BaseModel):
                     f"{name} can't be used here: leave it out" + f"; {accepted} is accepted" * bool(values)
                 )
         messages = body.get("messages")
-        contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        contents = map(_content, messages if isinstance(messages, list) else ())
         if sum(len(content) for content in contents if isinstance(content, list)) > _MAX_PARTS:
             raise ValueError(f"messages have more than {_MAX_PARTS} parts together; join their texts")
         return {name: value for name, value in body.items() if name not in _ONLY}
@@ -164,6 +165,17 @@ class ChatRequest(BaseModel):
         names = {field.name for field in fields(Sampling)} - {"stop"}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling.of(defaults, **self.model_dump(include=names, exclude_none=True), stop=stop)
+
+
+def _content(message: Any) -> Any:
+    """Return what a message says that is or isn't validated yet."""
+    return (
+        message.content
+        if isinstance(message, Message)
+        else message.get("content")
+        if isinstance(message, dict)
+        else None
+    )
 
 
 def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:

@@ -6,13 +6,14 @@ import json
 import msgspec
 import pytest
 
-from ragkv.server.json_body import _count, _decoded
+from ragkv.server.chat_request import Message
+from ragkv.server.json_body import _count, _decoded, _item_model
 
 
 def test_large_values_are_decoded_only_where_a_model_declares_them() -> None:
     many = list(range(10_000))
     body = json.dumps({"known": many, "unknown": many, "small": [1, {"a": None}]}).encode()
-    found = asyncio.run(_decoded(body, {"known"}))
+    found = asyncio.run(_decoded(body, {"known": None}))
     assert found["known"] == many and found["small"] == [1, {"a": None}]
     assert isinstance(found["unknown"], msgspec.Raw)
 
@@ -20,13 +21,13 @@ def test_large_values_are_decoded_only_where_a_model_declares_them() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": 1}x'])
 def test_what_is_no_json_object_is_an_error_for_fastapi(body) -> None:
     with pytest.raises(json.JSONDecodeError):
-        asyncio.run(_decoded(body, {"a"}))
+        asyncio.run(_decoded(body, {"a": None}))
 
 
 @pytest.mark.parametrize("body", [b"\xff", b'{"a": "\xff"}'])
 def test_what_is_no_text_is_another(body) -> None:
     with pytest.raises(UnicodeDecodeError):
-        asyncio.run(_decoded(body, {"a"}))
+        asyncio.run(_decoded(body, {"a": None}))
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,10 @@ def test_what_is_no_text_is_another(body) -> None:
 )
 def test_what_is_made_of_too_many_values_is_refused_before_they_are(body, problem) -> None:
     if problem is None:
-        assert asyncio.run(_decoded(body, {"known", "other"}))["known" if b'"known"' in body else "unknown"]
+        assert asyncio.run(_decoded(body, {"known": None, "other": None}))["known" if b'"known"' in body else "unknown"]
     else:
         with pytest.raises(json.JSONDecodeError, match=problem):
-            asyncio.run(_decoded(body, {"known"}))
+            asyncio.run(_decoded(body, {"known": None}))
 
 
 @pytest.mark.parametrize("text", ['a,"b":[]', "\\", '\\"', '"', "\\\\", '\\\\",:'])
@@ -67,8 +68,36 @@ def test_others_have_turns_between_the_messages_of_a_large_chat() -> None:
                 await asyncio.sleep(0)
 
         other = asyncio.create_task(count())
-        assert (await _decoded(json.dumps({"messages": messages}).encode(), {"messages"}))["messages"] == messages
+        found = await _decoded(json.dumps({"messages": messages}).encode(), {"messages": Message})
         other.cancel()
+        assert [message.model_dump(exclude_unset=True) for message in found["messages"]] == messages
         return num_turns
 
     assert asyncio.run(turns()) > 20
+
+
+def test_others_have_turns_between_the_messages_of_a_long_chat() -> None:
+    messages = [{"role": "user", "content": "a"}] * 10_000
+
+    async def turns() -> int:
+        body = json.dumps({"messages": messages}).encode()
+        decoding, num_turns = asyncio.create_task(_decoded(body, {"messages": Message})), 0
+        while not decoding.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        return num_turns
+
+    assert asyncio.run(turns()) > 10
+
+
+def test_what_follows_an_invalid_item_is_left_to_fastapi() -> None:
+    said, wrong = {"role": "user", "content": "a" * 5000}, {"role": "nobody", "content": "b"}
+    found = asyncio.run(_decoded(json.dumps({"messages": [said, wrong, said]}).encode(), {"messages": Message}))
+    assert found["messages"] == [Message(role="user", content="a" * 5000), wrong, said]
+
+
+def test_the_models_of_items_are_found_in_the_requests_fields() -> None:
+    assert _item_model(list[Message]) is Message
+    assert all(
+        _item_model(other) is None for other in (list[str], Message, list, list[str | Message], dict[str, Message])
+    )
