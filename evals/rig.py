@@ -47,8 +47,8 @@ async def rig(
             if engine.unsupported:
                 raise ModelError(f"nothing to measure, {config.model.name} can't be fused: {engine.unsupported}")
             with closing(DiskStore(Path(folder))) as store:
-                yield Rig(
-                    engine, store, ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts), layout, model
-                )
+                joins = config.store.joins
+                kv = ChunkKV(layout.anchor, fingerprint, engine.kv_heads, num_contexts, joins=joins)
+                yield Rig(engine, store, kv, layout, model)
         finally:
             await engine.close()

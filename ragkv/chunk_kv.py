@@ -1,8 +1,10 @@
 """Builds the store keys and the engine's tasks for chunks' KV, and precomputes what is missing.
 
-Every chunk has an entry that was precomputed directly after the anchor. Where `num_contexts` is above 1 it has a second
-one: its mean KV over `num_contexts` - 1 computations, each with other chunks in between. The chunk that comes first in
-a prompt uses the former, which is exact there. Changing a hash or a key here orphans every stored entry.
+Every chunk is precomputed directly after the anchor, and, where `num_contexts` is above 1, after other chunks too: its
+mean KV over `num_contexts` - 1 computations. The chunk that comes first in a prompt uses the former, which is right
+there, all others the latter. Either has an entry of its own, or, where they are stored in fewer bits than the model
+computes with, one entry holds the mean and the former's difference from it (`ragkv.store.difference`). Changing a hash
+or a key here orphans every stored entry.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ class ChunkKV:
 
     heads: the range of KV heads in an entry. num_contexts: how often each chunk is precomputed: once after the anchor
     alone, otherwise after another chunk, for its mean. contexts: the name of the rule by which those other chunks are
-    chosen; part of the mean's key.
+    chosen; part of the mean's key. joins: whether one entry holds both.
     """
 
     def __init__(
@@ -35,12 +37,15 @@ class ChunkKV:
         heads: tuple[int, int],
         num_contexts: int,
         contexts: str = CONTEXTS,
+        *,
+        joins: bool = False,
     ) -> None:
         self._anchor, self._fingerprint, self._heads = list(anchor), fingerprint, heads
         self.num_contexts = num_contexts
         self.anchor_hash = hash_of(anchor)
         self.anchor_span = Span(0, len(anchor), self.anchor_hash, ROOT_HASH)
-        self.mean_hash = mean_hash(self.anchor_hash, contexts, num_contexts)
+        self.mean_hash = mean_hash(self.anchor_hash, contexts, num_contexts, joins=joins)
+        self._joined = self.mean_hash if joins and num_contexts > 1 else ""
 
     def key(self, span: Span) -> ChunkKey:
         return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, self._heads)
@@ -48,17 +53,22 @@ class ChunkKV:
     def span(self, chunk_hash: str, num_tokens: int) -> Span:
         """Return the span in which a chunk is precomputed: directly after the anchor."""
         start = len(self._anchor)
-        return Span(start, start + num_tokens, chunk_hash, self.anchor_hash)
+        return Span(start, start + num_tokens, chunk_hash, self.anchor_hash, self._joined)
 
     def averaged(self, span: Span) -> Span:
         """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
-        return replace(span, anchor_hash=self.mean_hash)
+        return replace(span, anchor_hash=self.mean_hash, mean_hash="")
+
+    def is_stored(self, span: Span, store: KVStore) -> bool:
+        """Return whether the store has the KV of a span, in an entry of its own or in its mean's."""
+        own = store.contains(self.key(span))
+        return own or (bool(span.mean_hash) and store.contains(self.key(self.averaged(span))))
 
     def task(self, prompt: Prompt, chunk_hashes: Sequence[str], policy: Policy, store: KVStore) -> FuseTask:
         """Return the task that fuses all chunks of a prompt, with their mean KV where the store has it."""
         spans = [self.anchor_span]
         for chunk_hash, (start, end) in zip(chunk_hashes, prompt.chunk_ranges, strict=True):
-            span = Span(start, end, chunk_hash, self.anchor_hash)
+            span = Span(start, end, chunk_hash, self.anchor_hash, self._joined)
             first = start == len(self._anchor)
             averaged = self.num_contexts > 1 and not first and store.contains(self.key(self.averaged(span)))
             spans.append(self.averaged(span) if averaged else span)
@@ -68,7 +78,8 @@ class ChunkKV:
         """Return the task with the KV after the anchor alone of the chunks that it takes the mean of; None if it takes
         no mean."""
         others = tuple(
-            replace(s, anchor_hash=self.anchor_hash) if s.anchor_hash == self.mean_hash else s for s in task.spans
+            replace(s, anchor_hash=self.anchor_hash, mean_hash=self._joined) if s.anchor_hash == self.mean_hash else s
+            for s in task.spans
         )
         return replace(task, spans=others) if others != task.spans else None
 
@@ -115,7 +126,7 @@ class ChunkKV:
             await engine.precompute([*self._anchor, *tokens], PrecomputeTask(self.span(chunk_hash, len(tokens))))
             done(chunk_hash, 1)
 
-        missing = {h: t for h, t in chunks.items() if not store.contains(self.key(self.span(h, len(t))))}
+        missing = {h: t for h, t in chunks.items() if not self.is_stored(self.span(h, len(t)), store)}
         await _run_all(run(h, t) for h, t in missing.items())
         return len(missing)
 
@@ -142,7 +153,7 @@ class ChunkKV:
             alone = self.span(chunk_hash, len(tokens))
             if not store.contains(self.key(self.averaged(alone))):
                 stored = [
-                    [span for span in context if store.contains(self.key(span))]
+                    [span for span in context if self.is_stored(span, store)]
                     for context in contexts.get(chunk_hash, ())
                 ]
                 means.append((self._mean_task(alone, stored, engine), tokens))

@@ -16,7 +16,7 @@ from ragkv.index.work import Draft
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.chunking import Chunker
 from ragkv.retriever.encoders import Embedder, Reranker
-from ragkv.retriever.hashing import chunk_hash
+from ragkv.retriever.hashing import CONTEXTS, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
 from ragkv.retriever.retriever import Hit, Retriever, Scores, merged
@@ -143,9 +143,20 @@ class Workspace:
     def fuses(self) -> bool:
         return self.fallback is None
 
+    @property
+    def num_contexts(self) -> int:
+        return int(self.main.catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
+
     def chunk_kv(self, engine: Engine) -> ChunkKV:
-        num_contexts = int(self.main.catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
-        return ChunkKV(self.layout.anchor, self.owner.fingerprint, engine.kv_heads, num_contexts)
+        anchor, fingerprint, joins = self.layout.anchor, self.owner.fingerprint, self.config.store.joins
+        return ChunkKV(anchor, fingerprint, engine.kv_heads, self.num_contexts, joins=joins)
+
+    @property
+    def alone_hashes(self) -> set[str]:
+        """What stands in the anchor's place in the keys of entries that have a chunk's KV after the anchor alone."""
+        joins = self.config.store.joins and self.num_contexts > 1
+        joined = [mean_hash(self.anchor_hash, CONTEXTS, self.num_contexts, joins=True)] if joins else []
+        return {self.anchor_hash, *joined}
 
 
 class Search:

@@ -20,6 +20,10 @@ def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:
     return hashlib.blake2b(data, digest_size=16, key=scope.encode()).hexdigest()
 
 
-def mean_hash(anchor_hash: str, contexts: str, num_contexts: int) -> str:
-    """Return what takes the anchor's place in the key of a chunk's KV that is averaged over contexts."""
-    return xxhash.xxh3_128_hexdigest(f"{anchor_hash} {contexts} {num_contexts}".encode())
+def mean_hash(anchor_hash: str, contexts: str, num_contexts: int, *, joins: bool = False) -> str:
+    """Return what takes the anchor's place in the key of a chunk's KV that is averaged over contexts.
+
+    joins: whether the entry also has the difference of the KV after the anchor alone.
+    """
+    rule = f"{anchor_hash} {contexts} {num_contexts}" + " with the difference" * joins
+    return xxhash.xxh3_128_hexdigest(rule.encode())

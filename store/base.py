@@ -64,6 +64,10 @@ class KVStore(Protocol):
         """Set how these chunks' entries are treated when room is needed (`ragkv.store.eviction.HINTS`)."""
         ...
 
+    def delete_keys(self, keys: Iterable[ChunkKey]) -> None:
+        """Delete these entries, stored or not, and forget their uses."""
+        ...
+
     def discard(self, key: ChunkKey) -> None:
         """Delete an entry whose bytes are damaged. Its uses still count."""
         ...

@@ -1,8 +1,9 @@
 """The KV record: a versioned header, and K and V of one chunk in one layer as the header's codec stores them.
 
 Layout (little-endian): 128-byte header with the record's key, then K and V `[Hkv, T, D]`, head-major
-(`ragkv.store.codecs`), then, where the header says so, the v_std `[T]` float32. The checksum covers the header and the
-payload: bytes that are damaged, or filed under another key, don't verify.
+(`ragkv.store.codecs`), then, where the header says so, the v_std `[T]` float32, then the difference of some tokens
+(`ragkv.store.difference`). The checksum covers the header and the payload: bytes that are damaged, or filed under
+another key, don't verify.
 """
 
 import struct
@@ -15,16 +16,18 @@ from typing import Final
 import torch
 import xxhash
 
+from ragkv.store import difference
 from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, times, to_bytes
+from ragkv.store.difference import Difference
 
-FORMAT_VERSION: Final = 4  # of records and of the files that they are in
+FORMAT_VERSION: Final = 5  # of records and of the files that they are in
 PREFIX_BYTES: Final = 52  # of a key without the layer
 
 # Records are read in place from read-only memory, which torch can't mark as such. Nothing here writes to a record.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _MAGIC = b"RKV1"
-_HEADER = struct.Struct("<4sHBBHHIiI")  # magic, version, codec, dtype, Hkv, D, T, base position, flags
+_HEADER = struct.Struct("<4sHBBHHIiII")  # magic, version, codec, dtype, Hkv, D, T, base, flags, n
 _KEY_OFFSET = _HEADER.size
 _HEADER_SIZE = 128
 _CHECKSUM = struct.Struct("<Q")
@@ -70,7 +73,7 @@ class LayerKV:
 
     v_std: `[T]` float32, the standard deviation of each token's V over the contexts that the mean is of; None for KV
     of a single context. k_scale, v_scale: what the numbers of a quantizing codec are multiplied by
-    (`ragkv.store.codecs.Stored`).
+    (`ragkv.store.codecs.Stored`). difference: of the KV directly after the anchor from this mean.
     """
 
     k: torch.Tensor
@@ -79,6 +82,7 @@ class LayerKV:
     v_std: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    difference: Difference | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -87,10 +91,10 @@ class LayerKV:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerKV":
         """Return the same with each tensor changed, say moved to a device."""
-        k, v, *others = (None if part is None else change(part) for part in self._tensors())
+        k, v, v_std, k_scale, v_scale = (None if part is None else change(part) for part in self._tensors()[:5])
         assert k is not None and v is not None
-        v_std, k_scale, v_scale = others
-        return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale)
+        changed = self.difference and Difference(*map(change, self.difference.parts()))
+        return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale, changed)
 
     def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
@@ -99,8 +103,15 @@ class LayerKV:
             return k, v
         return times(k, self.k_scale), times(v, self.v_scale[:, tokens])
 
+    def alone(self) -> "LayerKV":
+        """Return the KV directly after the anchor, of a mean that has the difference: float32."""
+        k, v = self.decoded()
+        k, v = self.difference.added_to(k, v) if self.difference else (k.float(), v.float())
+        return LayerKV(k, v, self.base_position)
+
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.k, self.v, self.v_std, self.k_scale, self.v_scale
+        parts = (self.k, self.v, self.v_std, self.k_scale, self.v_scale)
+        return (*parts, *self.difference.parts()) if self.difference else parts
 
 
 class CorruptRecordError(Exception):
@@ -112,9 +123,12 @@ def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
     num_kv_heads, num_tokens, head_size = kv.k.shape
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
     flags = 0 if kv.v_std is None else _HAS_V_STD
-    fields = (_MAGIC, FORMAT_VERSION, codec.code, dtype, num_kv_heads, head_size, num_tokens, kv.base_position, flags)
+    num_differing = len(kv.difference.tokens) if kv.difference else 0
+    shape = (num_kv_heads, head_size, num_tokens)
+    fields = (_MAGIC, FORMAT_VERSION, codec.code, dtype, *shape, kv.base_position, flags, num_differing)
     header = (_HEADER.pack(*fields) + key).ljust(_CHECKSUM_OFFSET, b"\0")
     payload = codec.encode(kv.k, kv.v) + (b"" if kv.v_std is None else to_bytes(kv.v_std.float()))
+    payload += b"".join(map(to_bytes, kv.difference.parts())) if kv.difference else b""
     return header + _CHECKSUM.pack(_checksum(header, payload)) + payload
 
 
@@ -125,8 +139,11 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     """
     head, payload = check(key, value)
     stored = head.codec.split(payload[: head.size_bytes], head.shape, head.dtype)
-    v_std = torch.frombuffer(payload[head.size_bytes :], dtype=torch.float32) if head.v_std_bytes else None
-    return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale)
+    v_std, rest = None, payload[head.size_bytes :]
+    if head.has_v_std:
+        v_std, rest = torch.frombuffer(rest, dtype=torch.float32, count=head.shape[1]), rest[head.v_std_bytes :]
+    differing = difference.split(rest, head.shape, head.num_differing) if head.num_differing else None
+    return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale, differing)
 
 
 def check(key: bytes, value: bytes | memoryview) -> tuple["Header", memoryview]:
@@ -147,18 +164,20 @@ def check(key: bytes, value: bytes | memoryview) -> tuple["Header", memoryview]:
 def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
     """Return the length of the record that `encode` makes."""
     num_kv_heads, num_tokens, head_size = kv.k.shape
-    return Header(codec, kv.k.dtype, (num_kv_heads, num_tokens, head_size), 0, kv.v_std is not None).length
+    shape, num_differing = (num_kv_heads, num_tokens, head_size), len(kv.difference.tokens) if kv.difference else 0
+    return Header(codec, kv.k.dtype, shape, 0, kv.v_std is not None, num_differing).length
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a record says of itself. shape: of K and V, `[Hkv, T, D]`."""
+    """What a record says of itself. shape: of K and V, `[Hkv, T, D]`. num_differing: tokens with a difference."""
 
     codec: Codec
     dtype: torch.dtype
     shape: tuple[int, int, int]
     base_position: int
     has_v_std: bool
+    num_differing: int
 
     @cached_property
     def size_bytes(self) -> int:
@@ -172,7 +191,8 @@ class Header:
     @cached_property
     def length(self) -> int:
         """Return the bytes of the whole record."""
-        return _HEADER_SIZE + self.size_bytes + self.v_std_bytes
+        differing_bytes = difference.num_bytes(self.shape, self.num_differing)
+        return _HEADER_SIZE + self.size_bytes + self.v_std_bytes + differing_bytes
 
 
 def read_header(value: bytes | memoryview) -> Header:
@@ -184,14 +204,16 @@ def read_header(value: bytes | memoryview) -> Header:
 
 @lru_cache(64)  # most records of a store begin alike
 def _parse_fields(fields: bytes) -> Header:
-    magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags = _HEADER.unpack(fields)
+    magic, version, code, dtype_code, num_kv_heads, head_size, num_tokens, base, flags, differing = _HEADER.unpack(
+        fields
+    )
     if magic != _MAGIC:
         raise CorruptRecordError("not a KV record")
     codec = CODE_TO_CODEC.get(code)
     if version != FORMAT_VERSION or codec is None or dtype_code not in _CODE_TO_DTYPE:
         raise CorruptRecordError(f"version {version}, codec {code}, dtype {dtype_code} are unknown to this release")
     shape = (num_kv_heads, num_tokens, head_size)
-    return Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_V_STD))
+    return Header(codec, _CODE_TO_DTYPE[dtype_code], shape, base, bool(flags & _HAS_V_STD), differing)
 
 
 def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> int:

@@ -90,15 +90,7 @@ class QualityBench:
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
-        self._kv = {
-            kind: ChunkKV(self._layout.anchor, "0" * 32, engine.kv_heads, num_contexts, kind)
-            for kind, num_contexts in (
-                ("anchor", 1),
-                ("random", settings.num_contexts),
-                ("near", settings.num_contexts),
-                ("mixed", settings.num_contexts),
-            )
-        }
+        self._kv: dict[str, ChunkKV] = {}
         self._pool: dict[str, list[int]] = {}  # random others
         self._nearest: dict[str, list[str]] = {}
         self._corpus: dict[str, list[int]] = {}
@@ -106,6 +98,12 @@ class QualityBench:
     async def prepare(self, arms: Sequence[Arm], vectors: Path) -> None:
         """Warm up, and get ready the chunks that averages see. vectors: the file that keeps the corpus' embeddings."""
         kinds, anchor = {arm.kv for arm in arms}, self._layout.anchor
+        # Kinds that share the KV after the anchor alone each need it in an entry of its own.
+        joins = self._config.store.joins and kinds <= {"mixed", "alone"}
+        for kind in ("anchor", "random", "near", "mixed"):
+            num_contexts = 1 if kind == "anchor" else self._settings.num_contexts
+            heads = self._engine.kv_heads
+            self._kv[kind] = ChunkKV(anchor, "0" * 32, heads, num_contexts, kind, joins=joins and kind == "mixed")
         await self._kv["anchor"].precompute_anchor(self._engine, self._store)
         if kinds & {"random", "mixed"}:
             examples = random.Random(0).sample(self.dataset.examples, min(POOL_SIZE, len(self.dataset.examples)))
@@ -268,15 +266,15 @@ class QualityBench:
         if "anchor" in kinds:
             await once.precompute(engine, store, chunks, {})
         if kinds & {"random", "mixed"}:
-            pool = {h: once.span(h, len(chunk)) for h, chunk in self._pool.items()}
+            pool = {h: self._kv["mixed"].span(h, len(chunk)) for h, chunk in self._pool.items()}
         if "random" in kinds:
             drawn = {h: random.Random(h).sample([*pool.values()], len(pool)) for h in chunks}
             contexts = {h: [[other] for other in found if other.chunk_hash != h] for h, found in drawn.items()}
             await self._kv["random"].precompute(engine, store, chunks, contexts)
         if kinds & {"near", "mixed"}:
             seen = {other: self._corpus[other] for h in chunks for other in self._nearest[h]}
-            await once.precompute(engine, store, seen, {})
-            near = {other: once.span(other, len(tokens)) for other, tokens in seen.items()}
+            await self._kv["mixed"].precompute_alone(engine, store, seen)
+            near = {other: self._kv["mixed"].span(other, len(tokens)) for other, tokens in seen.items()}
         if "near" in kinds:
             contexts = {h: [[near[other]] for other in self._nearest[h]] for h in chunks}
             await self._kv["near"].precompute(engine, store, chunks, contexts)

@@ -156,7 +156,7 @@ class _Pass:
     def _prefetch(self, layer: int) -> None:
         """Have a layer's KV read from disk while the one before it is computed."""
         for span in self._plan.spans_at(layer) if layer < self._num_layers else ():
-            self._snapshot.prefetch(self._loader.key(span), layer)
+            self._loader.prefetch(self._snapshot, layer, span)
 
     def _load(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[LoadedSpan]:
         loaded = [self._loader.read(self._snapshot, layer, span) for span in self._plan.spans_at(layer)]

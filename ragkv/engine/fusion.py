@@ -65,19 +65,19 @@ class Fusion:
         stages = StageReport(trace=[] if job.task.trace else None)
         report = Report(tokens=TokenReport(prefix=job.num_prefix), stages=stages)
         requested = job.task.spans if not job.task.policy.is_full else ()
-        present = [span for span in requested if self._loader.store.contains(self._loader.key(span))]
+        present = [span for span in requested if self._loader.has(span)]
         report.chunks.missing = len(requested) - len(present)
         report.chunks.unusable = [span.chunk_hash for span in requested if span not in present]
-        self._loader.store.touch(map(self._loader.key, requested))
-        in_memory = {span for span in present if self._loader.store.in_memory(self._loader.key(span))}
+        self._loader.store.touch(map(self._loader.find, requested))
+        in_memory = {span for span in present if self._loader.store.in_memory(self._loader.find(span))}
         while True:
             try:
                 yield from _Attempt(self._loader, job, present, report).run(budget)
                 break
             except BadSpanError as error:
                 present = [span for span in present if span != error.span]
-                report.chunks.corrupt += error.is_corrupt
-                report.chunks.missing += not error.is_corrupt
+                report.chunks.corrupt += error.corrupt is not None
+                report.chunks.missing += error.corrupt is None
                 report.chunks.unusable.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
                 self._loader.discard_if_corrupt(error)
@@ -94,7 +94,7 @@ class Fusion:
         assert isinstance(task, FuseTask)
         if not task.policy.is_full:
             with suppress(StoreError):  # reported when it is the job's turn
-                self._loader.store.prefetch(map(self._loader.key, task.spans))
+                self._loader.store.prefetch(map(self._loader.find, task.spans))
 
     def score(self, job: Job, budget: StepBudget) -> Generator[None, None, Report]:
         """Fuse the prompt, then run each continuation after it, with the prompt's last token first."""

@@ -6,7 +6,7 @@ On CUDA the copies have a stream of their own, so that something else is compute
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 class BadSpanError(Exception):
     """A span whose KV turned out to be missing or damaged after the load had begun.
 
-    is_corrupt: its record is in the store, and of no use to anybody.
+    corrupt: the key of its record, if that is in the store, and of no use to anybody.
     """
 
-    def __init__(self, span: Span, reason: str, *, is_corrupt: bool = False) -> None:
+    def __init__(self, span: Span, reason: str, corrupt: ChunkKey | None = None) -> None:
         super().__init__(f"chunk {span.chunk_hash}: {reason}")
-        self.span, self.is_corrupt = span, is_corrupt
+        self.span, self.corrupt = span, corrupt
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,21 @@ class KVLoader:
         self.can_attend = can_attend(forward)
 
     def key(self, span: Span) -> ChunkKey:
-        """Return the key under which the store has the span's KV."""
-        return ChunkKey(span.chunk_hash, span.anchor_hash, self._fingerprint, (0, self.forward.layers[0].num_kv_heads))
+        """Return the key of the span's own entry."""
+        return self._keys(span)[0]
+
+    def find(self, span: Span) -> ChunkKey:
+        """Return the key of the entry that has the span's KV: its own, or its mean's. If there is none, its own."""
+        own, *means = self._keys(span)
+        return next((key for key in means if not self.store.contains(own) and self.store.contains(key)), own)
+
+    def has(self, span: Span) -> bool:
+        return self.store.contains(self.find(span))
+
+    def _keys(self, span: Span) -> list[ChunkKey]:
+        heads = (0, self.forward.layers[0].num_kv_heads)
+        anchors = [span.anchor_hash, span.mean_hash] if span.mean_hash else [span.anchor_hash]
+        return [ChunkKey(span.chunk_hash, anchor, self._fingerprint, heads) for anchor in anchors]
 
     def blocks(self, job: Job) -> tuple[Blocks, PagedBlocks | None]:
         """Return where a pass over the job puts its KV together, and vLLM's own blocks if kernels can read those."""
@@ -133,18 +146,34 @@ class KVLoader:
 
         Raises BadSpanError unless it is in the store, verifies and fits.
         """
+        own, *means = self._keys(span)
+        kv = self._get(snapshot, layer, span, own)
+        if kv is not None:
+            return LoadedSpan(span, self.device_copy(replace(kv, difference=None)))
+        for key in means:
+            kv = self._get(snapshot, layer, span, key)
+            if kv is not None:
+                return LoadedSpan(span, self.device_copy(kv).alone())
+        raise BadSpanError(span, f"layer {layer} is missing")
+
+    def prefetch(self, snapshot: Snapshot, layer: int, span: Span) -> None:
+        """Start to read one layer of a span from disk."""
+        for key in self._keys(span):
+            snapshot.prefetch(key, layer)
+
+    def _get(self, snapshot: Snapshot, layer: int, span: Span, key: ChunkKey) -> LayerKV | None:
         try:
-            kv = snapshot.get(self.key(span), layer)
+            kv = snapshot.get(key, layer)
         except CorruptRecordError as error:
-            raise BadSpanError(span, f"layer {layer}: {error}", is_corrupt=True) from error
+            raise BadSpanError(span, f"layer {layer}: {error}", key) from error
         if kv is None:
-            raise BadSpanError(span, f"layer {layer} is missing")
+            return None
         attention = self.forward.layers[layer]
         expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
         if tuple(kv.k.shape) != expected:
             reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
-            raise BadSpanError(span, reason, is_corrupt=True)
-        return LoadedSpan(span, self.device_copy(kv))
+            raise BadSpanError(span, reason, key)
+        return kv
 
     def fuse(
         self,
@@ -168,8 +197,8 @@ class KVLoader:
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
         """Delete a damaged record, so that nobody reads it again and it is precomputed anew."""
-        if error.is_corrupt:
+        if error.corrupt is not None:
             try:
-                self.store.discard(self.key(error.span))
+                self.store.discard(error.corrupt)
             except StoreError as problem:
                 logger.warning("bad KV stays in the store: %s", problem)

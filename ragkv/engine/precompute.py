@@ -9,7 +9,8 @@ import torch
 
 from ragkv.engine.filler import BlockFiller, piece
 from ragkv.engine.loader import BadSpanError, KVLoader
-from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report
+from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Span
+from ragkv.store.difference import Difference, differences
 from ragkv.store.record import LayerKV
 
 logger = logging.getLogger(__name__)
@@ -62,18 +63,26 @@ class Precompute:
             average.num_computed += average.num_tokens
         complete = [average for average in averages if not average.contexts]
         for average in complete:
-            if average.count < 2:
-                self._add_alone(average)
-        made = [(self._loader.key(a.task.span), a.layers()) for a in complete if self._is_usable(a)]
+            alone = self._alone(average.task.alone) if average.count < 2 or average.task.joins else None
+            if alone is not None and average.count < 2:
+                average.add((kv.decoded() for kv in alone), alone[0].base_position)
+            if alone is not None and average.task.joins:
+                average.join([kv.decoded() for kv in alone])
+        made = [average for average in complete if self._is_usable(average)]
         if made:
-            self._loader.store.put(made)
+            store, key = self._loader.store, self._loader.key
+            store.put([(key(average.task.span), average.layers()) for average in made])
+            store.delete_keys(key(average.task.alone) for average in made if average.task.joins)
         return complete
 
     def _is_usable(self, average: "Average") -> bool:
-        return average.count > 0 and self._loader.store.contains(self._loader.key(average.task.alone))
+        """Return whether the mean can be stored: a chunk that was deleted meanwhile stays deleted."""
+        is_whole = average.count > 0 and average.is_joined == average.task.joins
+        return is_whole and self._loader.has(average.task.alone)
 
-    def _add_alone(self, average: "Average") -> None:
-        alone, layers = average.task.alone, []
+    def _alone(self, alone: Span) -> list[LayerKV] | None:
+        """Return all layers of a chunk's KV directly after the anchor, None if the store hasn't got it."""
+        layers = []
         try:
             with self._loader.snapshot() as snapshot:
                 for layer in range(len(self._forward.layers)):
@@ -82,8 +91,8 @@ class Precompute:
         except BadSpanError as error:
             logger.warning("%s; left out of an average", error)
             self._loader.discard_if_corrupt(error)
-            return
-        average.add((kv.decoded() for kv in layers), layers[0].base_position)
+            return None
+        return layers
 
     def _precompute_after_contexts(
         self, averages: Sequence["Average"]
@@ -122,6 +131,7 @@ class Average:
         self.count = self.num_computed = 0
         self._rotations, self._dtype = loader.rotations, loader.forward.dtype
         self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
+        self._differences: list[Difference | None] = []
 
     @property
     def num_tokens(self) -> int:
@@ -149,14 +159,24 @@ class Average:
                 self._sums.append(terms)
         self.count += 1
 
+    def join(self, alone: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give the mean, once all contexts are counted, the difference of K and V `[Hkv, T, D]` after the anchor alone,
+        layer by layer."""
+        means = [(k / self.count, v / self.count) for k, v, _ in self._sums]
+        self._differences = differences(alone, means)
+
+    @property
+    def is_joined(self) -> bool:
+        return bool(self._differences)
+
     def layers(self) -> list[LayerKV]:
         """Return the mean of each layer, on the host."""
         layers = []
-        for sums in self._sums:
+        for sums, difference in zip(self._sums, self._differences or [None] * len(self._sums), strict=True):
             k, v, square = (total / self.count for total in sums)
             v_std = (square - v.square().sum((0, 2))).clamp(min=0).sqrt()
-            k, v = k.to(self._dtype).cpu(), v.to(self._dtype).cpu()
-            layers.append(LayerKV(k, v, self.task.span.start, v_std.cpu()))
+            kv = LayerKV(k.to(self._dtype), v.to(self._dtype), self.task.span.start, v_std, difference=difference)
+            layers.append(kv.map(torch.Tensor.cpu))
         return layers
 
 

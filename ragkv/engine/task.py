@@ -13,12 +13,17 @@ ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 
 @dataclass(frozen=True)
 class Span:
-    """Prompt tokens `[start, end)` that are one chunk, precomputed after the tokens of `anchor_hash`."""
+    """Prompt tokens `[start, end)` that are one chunk, precomputed after the tokens of `anchor_hash`.
+
+    mean_hash: what names the chunk's mean in place of the anchor. Where the store has no entry of its own for this KV,
+    the mean's may have the difference.
+    """
 
     start: int
     end: int
     chunk_hash: str
     anchor_hash: str
+    mean_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,9 @@ class MeanTask:
     The chunk is the tokens `[span.start, span.end)` of the prompt, after the anchor. It is prefilled after the anchor
     and each of `contexts`: other chunks one behind another, each precomputed after the anchor too, of which the store
     gives the KV. `alone` is its own KV after the anchor, which the store has already; it counts only where there are
-    fewer than two contexts, for a mean isn't used where nothing stands between anchor and chunk. After the chunk the
-    prompt continues for as long as the longest context, with any tokens, so that there are blocks.
+    fewer than two contexts, for a mean isn't used where nothing stands between anchor and chunk. If its `mean_hash`
+    names `span`, the mean gets the difference of `alone`, and takes the place of its entry. After the chunk the prompt
+    continues for as long as the longest context, with any tokens, so that there are blocks.
     """
 
     anchor: Span
@@ -73,6 +79,10 @@ class MeanTask:
     span: Span
     contexts: tuple[tuple[Span, ...], ...]
     kind: Literal["mean"] = "mean"
+
+    @property
+    def joins(self) -> bool:
+        return self.alone.mean_hash == self.span.anchor_hash
 
 
 Task = FuseTask | ScoreTask | PrecomputeTask | MeanTask

@@ -119,7 +119,8 @@ def _garbage(home: Home, catalog: Catalog, store: DiskStore) -> dict[str, dict[C
     """Return the records that nothing uses, by reason, with their sizes on disk."""
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
-    contexts = {anchor, mean_hash(anchor, CONTEXTS, num_contexts)} if anchor else None
+    means = {mean_hash(anchor, CONTEXTS, num_contexts, joins=joins) for joins in (False, True)} if anchor else set()
+    contexts = {anchor, *means} if anchor else None
     hashes = home.chunk_hashes()
     garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
     for key, size in store.admin.sizes().items():

@@ -135,7 +135,7 @@ class Indexer:
 
     def _consider(self, documents: Iterable[Document], scan: Scan) -> None:
         """Take the documents into the scan's work, but those that the catalogue has as they are."""
-        stored = self._stored(self._workspace.anchor_hash)
+        stored = self._stored(self._workspace.alone_hashes)
         for document in documents:
             scan.documents.add(document.id)
             if self._is_current(document, stored):
@@ -161,7 +161,7 @@ class Indexer:
 
     def needs_model(self, paths: Sequence[Path]) -> bool:
         """Return whether `ingest` of these paths has anything to prefill, and so needs vLLM."""
-        stored = self._stored(self._workspace.anchor_hash)
+        stored = self._stored(self._workspace.alone_hashes)
         documents = _loaded(find_files(paths), Scan())
         return self._anchor_is_missing() or any(not self._is_current(document, stored) for document in documents)
 
@@ -169,17 +169,17 @@ class Indexer:
         return (
             self._workspace.fuses
             and self._catalog.has_documents
-            and self._workspace.anchor_hash not in self._stored(ROOT_HASH)
+            and self._workspace.anchor_hash not in self._stored({ROOT_HASH})
         )
 
-    def _stored(self, anchor_hash: str) -> set[str]:
-        """Return the hashes of the chunks that have this model's KV after this anchor; an import may bring other KV.
+    def _stored(self, anchor_hashes: set[str]) -> set[str]:
+        """Return the hashes of the chunks that have this model's KV after these anchors; an import may bring other KV.
 
         Under a disk budget, evicted chunks count as stored: their KV is made again when they are asked for.
         """
-        context = (anchor_hash, self._workspace.owner.fingerprint)
+        fingerprint = self._workspace.owner.fingerprint
         keys = self._workspace.store.keys(evicted=self._workspace.config.store.disk_gib is not None)
-        return {key.chunk_hash for key in keys if (key.anchor_hash, key.fingerprint) == context}
+        return {key.chunk_hash for key in keys if key.anchor_hash in anchor_hashes and key.fingerprint == fingerprint}
 
     def _missing(self, paths: Sequence[Path], scan: Scan) -> list[str]:
         """Return the ids of indexed documents that these files and folders had and no longer have."""

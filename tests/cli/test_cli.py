@@ -72,7 +72,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def corrupt_one_record(store: Path) -> None:
-    with min(store.glob("v4/*/*.kv")).open("r+b") as file:
+    with min(store.glob("v5/*/*.kv")).open("r+b") as file:
         file.seek(4096 + 200)
         byte = file.read(1)[0]
         file.seek(4096 + 200)
@@ -338,7 +338,7 @@ def test_store_of_another_home(filled_home: Path, tmp_path: Path) -> None:
 
 
 def test_store_of_another_version(filled_home: Path) -> None:
-    (filled_home / "kv" / "v4").rename(filled_home / "kv" / "v99")
+    (filled_home / "kv" / "v5").rename(filled_home / "kv" / "v99")
     assert "holds KV records of format 99" in errors("store", "verify")[0]
 
 

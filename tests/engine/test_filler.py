@@ -1,5 +1,7 @@
 """The passes that fill blocks, the fusion over them and the worker's queues, on a small model without vLLM."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
@@ -17,6 +19,7 @@ from ragkv.kernels.dispatch import choose
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.entries import ALIGNMENT
 
 ANCHOR, FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21]
 QUESTION = [30, 31, 32]
@@ -26,6 +29,7 @@ A_SPAN = Span(0, 5, chunk_hash(ANCHOR), ROOT_HASH)
 F_SPAN = Span(5, 12, chunk_hash(FIRST), chunk_hash(ANCHOR))
 S_SPAN = Span(12, 21, chunk_hash(SECOND), chunk_hash(ANCHOR))
 SPANS = (A_SPAN, F_SPAN, S_SPAN)
+FIRST_HASH = F_SPAN.chunk_hash
 
 
 def job(policy="none", spans=SPANS, num_prefix=0, token_ids=TOKENS, **fields):
@@ -54,6 +58,11 @@ def loader(request, tmp_path):
         own = loader.blocks
         loader.blocks = lambda job: 2 * own(job)[1:]
     return loader
+
+
+def loader_kv(loader, span, layer):
+    with loader.snapshot() as snapshot:
+        return loader.read(snapshot, layer, span).kv.map(torch.clone).decoded()
 
 
 def expected_kv(tokens=TOKENS):
@@ -190,11 +199,11 @@ def test_a_missing_or_unfitting_span_is_named(loader):
     missing = Span(12, 21, "0" * 31 + "1", chunk_hash(ANCHOR))
     with pytest.raises(BadSpanError, match="layer 0 is missing") as error:
         run(loader, spans_at=lambda _: (A_SPAN, missing))
-    assert error.value.span == missing and not error.value.is_corrupt
+    assert error.value.span == missing and error.value.corrupt is None
     unfitting = Span(12, 20, S_SPAN.chunk_hash, S_SPAN.anchor_hash)
     with pytest.raises(BadSpanError, match=r"has shape \(2, 9, 8\), expected \(2, 8, 8\)") as error:
         run(loader, spans_at=lambda _: (A_SPAN, unfitting))
-    assert error.value.is_corrupt
+    assert error.value.corrupt == loader.key(unfitting)
 
 
 def test_the_mean_shift_moves_the_other_tokens(loader):
@@ -297,6 +306,48 @@ def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
         ["r", "mean", *(one.request_id for one in precompute_jobs())], False
     )
     assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
+
+
+def joined(loader, span):
+    """Have the span's chunk averaged behind the other one, in place of its entry after the anchor alone."""
+    alone = replace(span, mean_hash=mean_hash(span.anchor_hash, "", 2, joins=True))
+    (tokens, other) = (FIRST, S_SPAN) if span.chunk_hash == F_SPAN.chunk_hash else (SECOND, F_SPAN)
+    alone = replace(alone, start=5, end=5 + len(tokens))
+    other = replace(other, start=5, end=5 + other.end - other.start, mean_hash=alone.mean_hash)
+    mean = replace(alone, anchor_hash=alone.mean_hash, mean_hash="")
+    worker = WorkerSide(loader, 64)
+    worker.step(Step([Job("mean", MeanTask(A_SPAN, alone, mean, ((other,),)), ANCHOR + tokens + [0] * 9, BLOCKS, 0)]))
+    while worker.take_finished() is None:
+        worker.step(Step())
+    return alone, mean
+
+
+def test_a_joined_mean_takes_the_place_of_the_chunks_entry_and_gives_its_kv_back(loader):
+    expected = [loader_kv(loader, F_SPAN, layer) for layer in range(NUM_LAYERS)]
+    alone, mean = joined(loader, F_SPAN)
+    assert not loader.store.contains(loader.key(alone)) and loader.has(alone) and loader.find(alone) == loader.key(mean)
+    for layer, (k, v) in enumerate(expected):
+        found_k, found_v = loader_kv(loader, alone, layer)
+        mean_k, mean_v = loader_kv(loader, mean, layer)
+        assert (found_k - k).norm() <= (mean_k - k).norm() and (found_v - v).norm() <= (mean_v - v).norm()
+    last = loader_kv(loader, alone, NUM_LAYERS - 1)[1]
+    assert (last - expected[-1][1]).norm() < 0.7 * (loader_kv(loader, mean, NUM_LAYERS - 1)[1] - expected[-1][1]).norm()
+
+
+def test_a_chunk_whose_entry_was_joined_still_stands_before_others(loader):
+    joined(loader, F_SPAN)
+    alone, _ = joined(loader, S_SPAN)
+    assert loader.has(alone) and not loader.store.contains(loader.key(alone))
+
+
+def test_a_damaged_joined_entry_is_discarded_and_the_chunk_computed(loader):
+    alone, mean = joined(loader, F_SPAN)
+    path = loader.store.entries.path(loader.key(mean))
+    data = bytearray(path.read_bytes())
+    data[ALIGNMENT + 200] ^= 1  # in the first record
+    path.write_bytes(data)
+    report, _ = fuse(loader, spans=(A_SPAN, alone, S_SPAN))
+    assert report.chunks.corrupt == 1 and report.chunks.unusable == [FIRST_HASH] and not loader.has(alone)
 
 
 def test_beside_requests_that_decode_chunks_are_precomputed_by_slices(loader):

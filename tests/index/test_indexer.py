@@ -91,6 +91,7 @@ def indexer(tmp_path, kv):
             owner=Owner("model", "f" * 32, "embedder"),
             main=corpus,
             anchor_hash="a" * 32,
+            alone_hashes={"a" * 32},
             store=store,
             fuses=True,
             chunker=Words(),

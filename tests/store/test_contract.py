@@ -142,10 +142,10 @@ def test_another_process_sees_the_records_and_a_reopened_store_too(tmp_path):
     reopened.close()
 
 
-@pytest.mark.parametrize(("folder", "version"), [("segments", 3), ("v5", 5)])
+@pytest.mark.parametrize(("folder", "version"), [("segments", 3), ("v6", 6)])
 def test_another_format_is_refused_by_name(tmp_path, folder, version):
     (tmp_path / "kv" / folder).mkdir(parents=True)
-    with pytest.raises(StoreError, match=rf"format {version}; this release reads format 4.*index again"):
+    with pytest.raises(StoreError, match=rf"format {version}; this release reads format 5.*index again"):
         DiskStore(tmp_path / "kv")
     assert [file.name for file in (tmp_path / "kv").iterdir()] == [folder]
 
@@ -165,7 +165,7 @@ def test_no_space_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(descriptor, offset, length)
 
-    new = tmp_path / "kv" / "v4" / "new"
+    new = tmp_path / "kv" / "v5" / "new"
 
     monkeypatch.setattr(os, "posix_fallocate", nearly_full)
     store.put([(make_key(chunk=1), make_layers())])

@@ -29,7 +29,7 @@ from ragkv.store.disk_store import DiskStore
 def test_verify_finds_what_is_no_entry(tmp_path, name):
     store = DiskStore(tmp_path / "kv")
     store.put([(make_key(chunk=1), make_layers(num_tokens=300))])
-    left = tmp_path / "kv" / "v4" / name
+    left = tmp_path / "kv" / "v5" / name
     left.write_bytes(b"left")
     assert len(store.admin.verify().problems) == (not name.startswith("new/"))  # its writer may be alive
     os.utime(left, (0, 0))
@@ -204,7 +204,7 @@ def test_a_first_chunk_that_was_half_written_is_not_taken_for_a_whole_one(tmp_pa
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "kv", os.path.dirname(__file__)])
     assert killed.returncode == -signal.SIGKILL
-    assert list((tmp_path / "kv" / "v4" / "new").iterdir())
+    assert list((tmp_path / "kv" / "v5" / "new").iterdir())
     store = DiskStore(tmp_path / "kv")
     assert list(store.chunk_hashes()) == []
     assert store.admin.verify().problems == []

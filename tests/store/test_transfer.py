@@ -150,8 +150,8 @@ def test_something_else_is_refused_by_name(target, data):
 
 def test_another_format_is_refused_by_name(source, target, monkeypatch):
     data, _ = exported(source)
-    monkeypatch.setattr("ragkv.store.transfer.FORMAT_VERSION", 5)
-    with pytest.raises(StoreError, match=r"format 4; this release reads format 5"):
+    monkeypatch.setattr("ragkv.store.transfer.FORMAT_VERSION", 6)
+    with pytest.raises(StoreError, match=r"format 5; this release reads format 6"):
         imported(data, target)
 
 
