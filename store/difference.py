@@ -5,6 +5,7 @@ its mean in that place costs two to three times the drift (docs/decisions/0027).
 layer, hardly depends on what stands before, and of the rest 4 bits are enough.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ import torch
 
 SHARE = 0.45  # of the tokens, counted in each layer
 _LARGEST = 7  # of a 4-bit number, which are -7 to 7
-_TINY = torch.finfo(torch.float16).tiny
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,23 +21,22 @@ KV = tuple[torch.Tensor, torch.Tensor]
 class Difference:
     """What is added to K and V of `n` tokens in one layer: numbers times their token's scale.
 
-    tokens: `[n]` int32, sorted. k, v: `[Hkv, n, D / 2]` uint8, two numbers each, dimension i below dimension i + D / 2,
-    each 8 more than it is. k_scale, v_scale: `[Hkv, n, 1]` float16.
+    tokens: `[n]` int32, sorted. scale: `[2, Hkv, n, 1]` float16, of K, then of V. numbers: `[2, Hkv, n, D / 2]` uint8,
+    two numbers each, dimension i in the lower bits and dimension i + D / 2 in the upper, each 8 more than it is.
     """
 
     tokens: torch.Tensor
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    scale: torch.Tensor
+    numbers: torch.Tensor
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors in the order in which a record has them."""
-        return self.tokens, self.k_scale, self.v_scale, self.k, self.v
+        return self.tokens, self.scale, self.numbers
 
     def added_to(self, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Return K and V `[Hkv, T, D]` with the difference, float32."""
-        k_change, v_change = _unpacked(self.k, self.k_scale), _unpacked(self.v, self.v_scale)
+        numbers = torch.cat([self.numbers & 15, self.numbers >> 4], dim=3).float()
+        k_change, v_change = numbers.sub_(8).mul_(self.scale.float())
         return k.float().index_add(1, self.tokens, k_change), v.float().index_add(1, self.tokens, v_change)
 
 
@@ -51,10 +50,9 @@ def split(payload: memoryview, shape: tuple[int, int, int], num_tokens: int) -> 
     """Return what `Difference.parts` became as bytes, one behind another; shares their memory."""
     heads, _, size = shape
     parts, start = [], 0
-    scales, numbers = (heads, num_tokens, 1), (heads, num_tokens, size // 2)
-    types = (torch.int32, torch.float16, torch.float16, torch.uint8, torch.uint8)
-    for part_shape, dtype in zip(((num_tokens,), scales, scales, numbers, numbers), types, strict=True):
-        count = int(torch.Size(part_shape).numel())
+    shapes = ((num_tokens,), (2, heads, num_tokens, 1), (2, heads, num_tokens, size // 2))
+    for part_shape, dtype in zip(shapes, (torch.int32, torch.float16, torch.uint8), strict=True):
+        count = math.prod(part_shape)
         parts.append(torch.frombuffer(payload, dtype=dtype, count=count, offset=start).view(part_shape))
         start += parts[-1].nbytes
     return Difference(*parts)
@@ -66,40 +64,30 @@ def differences(alone: Iterable[KV], mean: Iterable[KV], share: float = SHARE) -
     Of all layers' tokens the `share` is kept that differs most, measured by how much K, and V, vary among the layer's
     tokens. None where no token of a layer is kept.
     """
-    changes = [
-        (k.float() - mean_k.float(), v.float() - mean_v.float(), k.float(), v.float())
-        for (k, v), (mean_k, mean_v) in zip(alone, mean, strict=True)
-    ]
-    weights = torch.stack(
-        [
-            _relative(k_change, k - k.mean(1, keepdim=True)) + _relative(v_change, v)
-            for k_change, v_change, k, v in changes
-        ]
-    )
-    num_kept = round(share * weights.numel())
-    kept = torch.zeros(weights.numel(), dtype=torch.bool)
-    kept[weights.flatten().topk(num_kept).indices] = True
+    changes, weights = [], []
+    for (k, v), (mean_k, mean_v) in zip(alone, mean, strict=True):
+        k, v = k.float(), v.float()
+        change = torch.stack([k - mean_k, v - mean_v])
+        varying = torch.stack([k - k.mean(1, keepdim=True), v])
+        changes.append(change)
+        weights.append(_energy(change).div(_energy(varying).mean(1, keepdim=True).clamp(min=1e-30)).sum(0))
+    weight = torch.stack(weights)
+    kept = torch.zeros_like(weight, dtype=torch.bool)
+    kept.view(-1)[weight.flatten().topk(round(share * weight.numel())).indices] = True
     return [
-        _packed(row.nonzero().flatten(), k_change, v_change) if bool(row.any()) else None
-        for row, (k_change, v_change, _, _) in zip(kept.view(weights.shape), changes, strict=True)
+        _quantised(change, row.nonzero().flatten()) if bool(row.any()) else None
+        for change, row in zip(changes, kept, strict=True)
     ]
 
 
-def _relative(change: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return each token's squared change over the mean square of a token of x, `[T]`."""
-    return change.square().sum((0, 2)) / x.square().sum((0, 2)).mean().clamp(min=1e-30)
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    """Return each token's sum of squares in K and in V, `[2, T]`."""
+    return x.square().sum((1, 3))
 
 
-def _packed(tokens: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Difference:
-    (k_scale, k), (v_scale, v) = (_quantised(x[:, tokens]) for x in (k, v))
-    return Difference(tokens.int(), k_scale, v_scale, k, v)
-
-
-def _quantised(x: torch.Tensor) -> KV:
-    scale = (x.abs().amax(2, keepdim=True) / _LARGEST).clamp(min=_TINY, max=torch.finfo(torch.float16).max).half()
-    low, high = ((x / scale.float()).round().clamp(-_LARGEST, _LARGEST) + 8).to(torch.uint8).chunk(2, dim=2)
-    return scale, low | high << 4
-
-
-def _unpacked(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (torch.cat([numbers & 15, numbers >> 4], dim=2).float() - 8) * scale.float()
+def _quantised(change: torch.Tensor, tokens: torch.Tensor) -> Difference:
+    x = change[:, :, tokens]
+    limits = torch.finfo(torch.float16)
+    scale = (x.abs().amax(3, keepdim=True) / _LARGEST).clamp(min=limits.tiny, max=limits.max).half()
+    low, high = ((x / scale.float()).round().clamp(-_LARGEST, _LARGEST) + 8).to(torch.uint8).chunk(2, dim=3)
+    return Difference(tokens.int(), scale, low | high << 4)
