@@ -63,9 +63,12 @@ class StoreControl:
         self._path, self._entries, self._usage = path, entries, usage
 
     def keys_of(self, chunk_hashes: Iterable[str]) -> list[ChunkKey]:
-        """Return the keys of all entries of these chunks."""
+        """Return the keys of all entries of these chunks, the most used first."""
         with self._errors("read"):
-            return [key for keys in self._entries.keys_by_chunk(chunk_hashes).values() for key in keys]
+            by_chunk = self._entries.keys_by_chunk(chunk_hashes)
+            uses = {key: row.uses for key, row in self._usage.rows_of(by_chunk).items()}
+            keys = [key for each in by_chunk.values() for key in each]
+            return sorted(keys, key=lambda key: uses.get(key, 0), reverse=True)
 
     def describe(self, chunk_hashes: Collection[str]) -> dict[str, list[EntryInfo]]:
         """Return what is known of the entries of each of these chunks."""
@@ -116,10 +119,10 @@ class StoreControl:
         self._entries.mark_changed()
         return pinned
 
-    def pinned(self, chunk_hashes: Iterable[str]) -> set[str]:
-        """Return those of these chunks that are pinned."""
+    def hints(self, chunk_hashes: Iterable[str]) -> dict[str, str | None]:
+        """Return the hint of each of these chunks that has, or had, entries."""
         with self._errors("read"):
-            return {key.chunk_hash for key, row in self._usage.rows_of(chunk_hashes).items() if row.hint == "pin"}
+            return {key.chunk_hash: row.hint for key, row in self._usage.rows_of(chunk_hashes).items()}
 
     def pinned_bytes(self) -> int:
         with self._errors("write to"), self._usage.writing():

@@ -200,7 +200,7 @@ class Usage:
         return None if value is None else Row.parse(value).hint  # type: ignore[return-value]
 
     def rows_of(self, chunk_hashes: Iterable[str]) -> dict[ChunkKey, Row]:
-        """Return what is known of all entries of these chunks, evicted ones too. Uses of the last seconds are missing."""
+        """Return what is known of these chunks' entries, evicted ones too; uses of the last seconds are missing."""
         with self._table.reading() as parts:
             each = (_all(parts["rows"], bytes.fromhex(chunk_hash)) for chunk_hash in chunk_hashes)
             return {ChunkKey.parse(key): row for rows in each for key, row in rows}
