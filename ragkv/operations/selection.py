@@ -12,7 +12,7 @@ from ragkv.home import Home
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.documents import document_name, source_file
 
-_NUM_NEAREST = 3
+_NUM_NEAREST, _NUM_TOLD = 3, 10
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,19 @@ def find_documents(catalog: Catalog, names: Sequence[str], where: str, *, on_dis
     ids = catalog.document_ids()
     named: dict[str, None] = {}
     unknown = []
-    for name in names:
+    for name in dict.fromkeys(names):
         path = document_name(str(Path(name).resolve()) if on_disk else name.rstrip("/") or "/")
         meant = {*_meant(ids, document_name(name)), *_below(ids, path)} if name else set()
         if meant:
             named.update(dict.fromkeys(sorted(meant)))
         else:
-            unknown.append(f"no document {name!r} in {where}; the nearest by name: {_nearest(path, ids)}")
-    if unknown:
-        raise UnknownDocumentError("\n".join(unknown))
+            unknown.append((name, path))
+    if unknown:  # to look for what is near to a name takes a while
+        told = [
+            f"no document {n!r} in {where}; the nearest by name: {_nearest(p, ids)}" for n, p in unknown[:_NUM_TOLD]
+        ]
+        more = [f"nor {len(unknown) - _NUM_TOLD} other documents"] if len(unknown) > _NUM_TOLD else []
+        raise UnknownDocumentError("\n".join([*told, *more]))
     return list(named)
 
 

@@ -156,7 +156,8 @@ async def _logged(operator: str, verb: str, body: BaseModel, work: Awaitable[T])
     try:
         result = await work
     except BaseException as error:
-        logger.warning("operator %s: %s %s: %s", operator, verb, asked, str(error) or type(error).__name__)
+        problem = (str(error) or type(error).__name__).partition("\n")[0]
+        logger.warning("operator %s: %s %s: %s", operator, verb, asked, problem)
         raise
     logger.info("operator %s: %s %s: %s", operator, verb, asked, result)
     return result

@@ -33,6 +33,13 @@ def test_names_that_mean_none(home, name):
     assert f"{name!r} in {home.path}" in str(error.value)
 
 
+def test_of_many_unknown_names_the_first_are_told(home):
+    with pytest.raises(UnknownDocumentError) as error:
+        choose(home, Selection(tuple(f"no{i}" for i in range(30)) * 2))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 11 and lines[-1] == "nor 20 other documents"
+
+
 def test_paths_from_the_current_folder_are_names_only_where_that_is_meant(home, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     assert choose(home, Selection(("papers",), on_disk=True)).num_documents == 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -137,6 +138,14 @@ class ScriptedPipeline:
 
     async def close(self):
         self.is_ready = False
+
+
+class OperatedPipeline(ScriptedPipeline):
+    """With a workspace whose worker isn't running."""
+
+    def __init__(self, folder, home, store, config):
+        super().__init__(folder)
+        self.workspace = SimpleNamespace(home=home, store=store, engine=None, idle=Idle(0), config=config)
 
 
 @contextmanager
