@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,12 +141,30 @@ class ScriptedPipeline:
         self.is_ready = False
 
 
-class OperatedPipeline(ScriptedPipeline):
-    """With a workspace whose worker isn't running."""
+class Worker:
+    """The store of a worker with a memory, without a model."""
 
-    def __init__(self, folder, home, store, config):
+    unsupported, is_ready, counters = None, True, Counter(corrupt_chunks=0)
+
+    def __init__(self, home, memory_bytes):
+        self.store = home.open_store(memory_bytes=memory_bytes)
+
+    async def held(self):
+        return self.store.held()
+
+    async def hold(self, keys, spared):
+        self.store.hold(keys, spared)
+
+    async def release(self, keys):
+        return self.store.release(keys)
+
+
+class OperatedPipeline(ScriptedPipeline):
+    """With a workspace."""
+
+    def __init__(self, folder, home, store, config, engine=None):
         super().__init__(folder)
-        self.workspace = SimpleNamespace(home=home, store=store, engine=None, idle=Idle(0), config=config)
+        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config)
 
 
 @contextmanager

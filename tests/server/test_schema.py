@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from operator_home import make_home
-from server_harness import CONFIG, OperatedPipeline, ScriptedPipeline, running
+from server_harness import CONFIG, OperatedPipeline, ScriptedPipeline, Worker, running
 
 from ragkv.config import MAIN, ServerConfig
 from ragkv.server.gate import hash_of
@@ -39,6 +39,7 @@ def test_every_response_to_an_operator_is_described_by_the_schema(tmp_path) -> N
     home = make_home(tmp_path / "home")
     config = CONFIG.model_copy(update={"server": ServerConfig(operator_keys={"olga": hash_of(KEY)})})
     with closing(home.open_store()) as store:
-        pipeline = OperatedPipeline(tmp_path, home, store, config)
+        pipeline = OperatedPipeline(tmp_path, home, store, config, worker := Worker(home, 1 << 20))
         with running({MAIN: pipeline}, tmp_path, config) as client:
             check(client, tmp_path, "--include-path-regex=^/v1/store/")
+        worker.store.close()

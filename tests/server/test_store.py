@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 from operator_home import DOCUMENTS, ENTRY_BYTES, OTHER_MODEL, hash_of, key_of, make_home
-from server_harness import CONFIG, OperatedPipeline, running
+from server_harness import CONFIG, OperatedPipeline, Worker, running
 
 from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ConfigError
@@ -33,11 +33,12 @@ def store(home):
 
 @pytest.fixture
 def serve(tmp_path, home, store):
-    def serving(budget=20, **server):
+    def serving(budget=20, worker=None, memory=0, **server):
         settings = ServerConfig(**{"operator_keys": {"olga": hash_of_key(KEYS["olga"])}, **server})
-        options = CONFIG.store.model_copy(update={"disk_gib": budget * ENTRY_BYTES / (1 << 30)})
+        sizes = {"disk_gib": budget * ENTRY_BYTES / (1 << 30), "memory_gib": memory * ENTRY_BYTES / (1 << 30)}
+        options = CONFIG.store.model_copy(update=sizes)
         config = CONFIG.model_copy(update={"server": settings, "store": options})
-        return running({MAIN: OperatedPipeline(tmp_path, home, store, config)}, tmp_path, config)
+        return running({MAIN: OperatedPipeline(tmp_path, home, store, config, worker)}, tmp_path, config)
 
     return serving
 
@@ -184,6 +185,37 @@ def test_warm_and_demote_without_a_worker(client) -> None:
     assert (warmed["tier"], warmed["num_entries"], warmed["size_bytes"]) == ("page_cache", 2, 2 * ENTRY_BYTES)
     demoted = done(client, "demote", documents=[TEA])
     assert demoted["memory_bytes"] is None and demoted["page_cache_bytes"] in (0, 2 * ENTRY_BYTES)
+
+
+def test_warm_and_demote_a_workers_memory(serve, home, store) -> None:
+    worker = Worker(home, 2 * ENTRY_BYTES)
+    store.touch([key_of("flush")])
+    store._usage.flush()
+    with serve(worker=worker, memory=2) as client, closing(worker.store):
+        client.headers.update(bearer("olga"))
+        warmed = done(client, "warm", documents=[TEA, "all.jsonl"])
+        assert (warmed["tier"], warmed["num_entries"], warmed["num_left_out"]) == ("memory", 2, 2)
+        assert (warmed["size_bytes"], warmed["left_out_bytes"]) == (2 * ENTRY_BYTES, 2 * ENTRY_BYTES)
+        (tea,) = client.get("/v1/store/documents", params={"name": TEA}).json()["documents"]
+        assert key_of("flush") in worker.store.held()  # the most used first
+        assert 1 <= tea["tiers"]["memory"]["num_chunks"] <= 2
+        assert done(client, "demote", all=True)["memory_bytes"] > 0 and worker.store.held() == {}
+        assert done(client, "warm", documents=[TEA])["num_left_out"] == 0
+        done(client, "clear", documents=[TEA])
+        assert set(worker.store.held()) == {key_of("shared")}
+        worker.counters = {"corrupt_chunks": 2}
+        found = client.get("/v1/store/health").json()
+        assert found["damaged"] == 2 and "2 entries were damaged" in found["warnings"][0]
+
+
+@pytest.mark.parametrize("why", ["the model's layers all slide", None])
+def test_a_worker_without_memory_is_not_warmed(serve, home, why) -> None:
+    worker = Worker(home, 0)
+    worker.unsupported = why
+    with serve(worker=worker) as client, closing(worker.store):
+        client.headers.update(bearer("olga"))
+        text = message(client.post("/v1/store/warm", json={"documents": [TEA]}), 422)
+        assert text.startswith("no KV is kept in memory") and (why or "store.memory_gib is 0") in text
 
 
 def test_recode_until_nothing_is_left(client, store) -> None:
