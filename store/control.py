@@ -159,6 +159,8 @@ class StoreControl:
                 layers = self._decoded(key, codec)
             except CorruptRecordError:
                 return Recoded("damaged", size, size)
+            if layers == "same":
+                self._correct_size(key)
             if not isinstance(layers, list):
                 return Recoded(layers, size, size)
             records = [encode(key.layer(i), kv, codec) for i, kv in enumerate(layers)]
@@ -182,20 +184,28 @@ class StoreControl:
         return layers if sum(record_bytes(kv, codec) for kv in layers) < sum(map(len, records)) else "no smaller"
 
     def _replace(self, key: ChunkKey, records: Sequence[bytes], version: tuple[int, int] | None, size: int) -> Recoded:
-        """Write a file without a name, then its row, then give it the name; unless the entry was changed meanwhile."""
+        """Write a file without a name, and give it the entry's, with its row; unless the entry was changed meanwhile.
+
+        Of a process that is killed in between the row may have the larger size: the next `recode` corrects it.
+        """
         file, size_after = self._entries.write(key, records), entry_bytes([*map(len, records)])
         try:
             with self._usage.writing():
                 if self._entries.version(key) != version:  # deleted, say: then it stays away
                     return Recoded("changed", size, size)
                 self._usage.resize(key, size_after)
-            with self._usage.writing():
-                if self._entries.version(key) != version:
-                    return Recoded("changed", size, size)
                 self._entries.publish({key: file})
         finally:
             file.unlink(missing_ok=True)
         return Recoded("recoded", size, size_after)
+
+    def _correct_size(self, key: ChunkKey) -> None:
+        """Have the row of an entry say what its file takes."""
+        row = self._usage.rows_of([key.chunk_hash]).get(key)
+        if row is not None and row.size_bytes != self._entries.size(key):
+            with self._usage.writing():
+                if size := self._entries.size(key):
+                    self._usage.resize(key, size)
 
     def clear(self, keys: Iterable[ChunkKey]) -> int:
         """Delete entries, whose uses and hints are remembered. Returns the bytes that they took on disk."""

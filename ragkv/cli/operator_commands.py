@@ -3,6 +3,7 @@
 A server may run meanwhile. What its worker has in memory is asked for and changed by its HTTP interface.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from ragkv.cli.home_commands import open_store, show
 from ragkv.cli.options import AsJson
 from ragkv.cli.output import err
 from ragkv.config import Config
-from ragkv.errors import ConfigError, RagKVError
+from ragkv.errors import ConfigError, RagKVError, StoreError
 
 if TYPE_CHECKING:
     from ragkv.operations.selection import Chosen
@@ -156,7 +157,7 @@ def clear(
         with _chosen(config, documents, tenant, all) as (store, chosen):
             if all and not dry_run and not yes:
                 size = operator_output.size(store.admin.gauges()["disk_bytes"])
-                typer.confirm(f"Clear all KV of {config.home}, {size}? --yes asks nothing", abort=True, err=True)
+                _ask(f"Clear all KV of {config.home}, {size}? [y/N]")
             clearing = (changes.clear_all if all else changes.clear)(store, chosen, dry_run=dry_run)
     show(clearing, as_json, operator_output.print_clearing)
 
@@ -167,13 +168,24 @@ def health(config: Config, as_json: AsJson = False) -> None:
     A running server's /v1/store/health also knows what answers found damaged.
     """
     from ragkv.home import Home
-    from ragkv.operations.health import examine
+    from ragkv.operations.health import examine, unusable
 
-    with open_store(config) as store:
-        found = examine(Home(config.home), store, config.store.options()["disk_bytes"])
+    home, disk_bytes = Home(config.home), config.store.options()["disk_bytes"]
+    try:
+        with open_store(config) as store:
+            found = examine(home, store, disk_bytes)
+    except StoreError as error:
+        found = unusable(home, disk_bytes, str(error))
     show(found, as_json, operator_output.print_health)
     if not found.is_well:
         raise typer.Exit(1)
+
+
+def _ask(question: str) -> None:
+    """Ask on stderr, so that stdout has the result alone. Raises ConfigError unless the answer is yes."""
+    err.print(question, end=" ", markup=False, highlight=False, soft_wrap=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("nothing was cleared; answer y, or give --yes where nobody can answer")
 
 
 @contextmanager

@@ -35,6 +35,12 @@ class Health:
         return not self.problems
 
 
+def unusable(home: Home, disk_bytes: int | None, problem: str, damaged: int | None = None) -> Health:
+    """Return the health of a store that can't be opened, or doesn't answer."""
+    free_bytes = shutil.disk_usage(home.path).free if home.path.exists() else 0
+    return Health(False, False, free_bytes, None, None, disk_bytes, damaged, None, [problem])
+
+
 def examine(home: Home, store: DiskStore, disk_bytes: int | None, damaged: int | None = None) -> Health:
     """Read and write as answers and indexing do. Waits for others that write."""
     problems, warnings, failed = [], [], set()

@@ -72,8 +72,10 @@ class RunningStore:
             raise ConfigError(f"no KV is kept in memory: {why}")
         keys = await asyncio.to_thread(self._store.control.keys_of, chosen.chunk_hashes)
         sizes = await asyncio.to_thread(self._store.admin.sizes, keys)
-        warmed: list[ChunkKey] = []
-        for piece in _pieces(sizes, self._memory_bytes):
+        held = await engine.held()
+        warmed = [key for key in keys if key in held]
+        room = self._memory_bytes - sum(held[key] for key in warmed)
+        for piece in _pieces({key: size for key, size in sizes.items() if key not in held}, room):
             await asyncio.to_thread(lambda: [self._store.control.warm(key) for key in piece])  # noqa: B023
             await self._workspace.idle.wait(time.monotonic() + SOON_S)
             await engine.hold(piece, warmed)
@@ -134,7 +136,7 @@ class RunningStore:
         if self._examining.done():
             return self._examining.result()
         problem = f"the store didn't answer in {_HEALTH_S:g} s: a slow disk, or another process that writes"
-        return Health(False, False, 0, None, None, self._disk_bytes, damaged, None, [problem])
+        return await asyncio.to_thread(health.unusable, self._home, self._disk_bytes, problem, damaged)
 
     async def _choose(self, selection: Selection) -> Chosen:
         return await asyncio.to_thread(choose, self._home, selection)

@@ -229,6 +229,27 @@ def test_what_is_deleted_while_it_is_encoded_stays_deleted(store, monkeypatch):
     assert store.admin.verify().problems == [] and store.admin.gauges()["disk_bytes"] == CHUNK_BYTES
 
 
+def test_recoding_that_fails_leaves_what_was(store, monkeypatch):
+    (key,) = put(store, 1)
+    before = store.entries.path(key).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(store.entries, "publish", lambda files: (_ for _ in ()).throw(OSError("no")))
+        with pytest.raises(StoreError, match="can't write to the KV store"):
+            store.control.recode(key, INT8)
+    assert store.entries.path(key).read_bytes() == before and store.admin.gauges()["disk_bytes"] == CHUNK_BYTES
+    assert not list((store.path / "v4" / "new").iterdir())
+
+
+def test_a_process_that_is_killed_between_name_and_row_is_made_good(store, monkeypatch):
+    (key,) = put(store, 1)
+    with monkeypatch.context() as patch:  # the row's transaction is lost
+        patch.setattr(store._usage, "resize", lambda *_: None)
+        size = store.control.recode(key, INT8).bytes_after
+    assert store.admin.gauges()["disk_bytes"] == CHUNK_BYTES > size
+    assert store.control.recode(key, INT8).outcome == "same"
+    assert store.admin.gauges()["disk_bytes"] == size == info_of(store, key).size_bytes
+
+
 def test_readers_beside_recoding_read_one_or_the_other(store):
     """Never a mixture, never a miss."""
     keys, wrong, stop = put(store, *range(1, 20)), [], threading.Event()
