@@ -1,7 +1,10 @@
 """What operators do with entries, on real stores."""
 
+import subprocess
+import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -248,6 +251,34 @@ def test_a_process_that_is_killed_between_name_and_row_is_made_good(store, monke
     assert store.admin.gauges()["disk_bytes"] == CHUNK_BYTES > size
     assert store.control.recode(key, INT8).outcome == "same"
     assert store.admin.gauges()["disk_bytes"] == size == info_of(store, key).size_bytes
+
+
+RECODING = """
+import sys
+from pathlib import Path
+from ragkv.store.codecs import INT8
+from ragkv.store.disk_store import DiskStore
+store = DiskStore(Path(sys.argv[1]))
+print("begins", flush=True)
+for key in store.keys():
+    store.control.recode(key, INT8)
+    print(key.chunk_hash, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 7, 20])
+def test_recoding_that_is_killed_goes_on_where_it_stopped(tmp_path, num_done):
+    with closing(DiskStore(tmp_path / "kv")) as store:
+        keys = put(store, *range(1, 40))
+    with subprocess.Popen([sys.executable, "-c", RECODING, store.path], stdout=subprocess.PIPE, text=True) as process:
+        said = [process.stdout.readline() for _ in range(1 + num_done)]
+        process.kill()
+    with closing(DiskStore(tmp_path / "kv")) as store:
+        assert store.admin.verify().problems == [] and set(store.keys()) == set(keys)
+        outcomes = [store.control.recode(key, INT8).outcome for key in keys]
+        assert num_done <= outcomes.count("same") < 39 and set(outcomes) <= {"same", "recoded"} and all(said)
+        assert store.admin.gauges()["disk_bytes"] == store.entries.size_on_disk()
+        assert not list((store.path / "v4" / "new").iterdir())
 
 
 def test_readers_beside_recoding_read_one_or_the_other(store):
