@@ -160,6 +160,9 @@ class ServerConfig(Section):
     port: int = Field(8090, ge=1, le=65535, description="Port to listen on")
     keys: Keys = {}
     """SHA-256 of each API key, by its holder's name (`ragkv key NAME`). None: no key is needed"""
+    operator_keys: Keys = {}
+    """SHA-256 of each operator's key, by its holder's name (`ragkv key --operator NAME`), for the calls below
+    `/v1/store` and nothing else. None: these calls don't exist"""
     max_requests: int = Field(256, ge=1)
     """Questions answered at a time; more are refused with a time to wait"""
     log: Literal["text", "json"] = Field("text", description="How requests and events are logged, on stderr")
@@ -238,6 +241,16 @@ class Config(BaseSettings):
                 if holders.setdefault(digest, tenant) != tenant:
                     raise ConfigError(f"{holder}'s key of {tenant} is also a key of {holders[digest]}; make another")
         return holders
+
+    def operators(self) -> dict[str, str]:
+        """Return the holder of each operator's key, by the key's hash. Raises ConfigError for a key of a tenant."""
+        tenants = self.holders()
+        for holder, digest in self.server.operator_keys.items():
+            if digest in tenants:
+                raise ConfigError(
+                    f"{holder}'s operator key is also a key of the tenant {tenants[digest]}; make another"
+                )
+        return {digest: holder for holder, digest in self.server.operator_keys.items()}
 
 
 def load_config(config_file: Path | None = None, **flags: Any) -> Config:

@@ -25,6 +25,10 @@ class StoreError(RagKVError):
     """A store that can't be used: made by another version, or no space left."""
 
 
+class UnknownDocumentError(StoreError):
+    """A name, or a tenant, that no document has."""
+
+
 class BusyError(StoreError):
     """Another process is changing the store; try again later."""
 

@@ -200,6 +200,17 @@ class Catalog:
     def chunk_hashes_of(self, document_ids: Iterable[str]) -> set[str]:
         return {row[0] for row in self._rows_in("SELECT hash FROM chunks WHERE document_id", document_ids)}
 
+    def hashes_by_document(self, document_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Return the hashes of the chunks of each of these documents that has any."""
+        hashes: dict[str, list[str]] = {}
+        for id, hash in self._rows_in("SELECT document_id, hash FROM chunks WHERE document_id", document_ids):
+            hashes.setdefault(id, []).append(hash)
+        return hashes
+
+    def documents_with(self, hashes: Iterable[str]) -> set[str]:
+        """Return the ids of the documents that have any of these chunks."""
+        return {row[0] for row in self._rows_in("SELECT DISTINCT document_id FROM chunks WHERE hash", hashes)}
+
     def unreferenced(self, hashes: Iterable[str]) -> set[str]:
         """Return those of `hashes` that no chunk of any document has."""
         hashes = set(hashes)

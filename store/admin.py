@@ -1,16 +1,21 @@
 """Looks after a store as a whole and its entries as files: for the CLI, the indexer and evaluations. No request waits
 for it."""
 
+import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ragkv.files import atomic_write
 from ragkv.store.entries import EntryFile, EntryFolder
 from ragkv.store.opening import USAGE_NAME, store_errors
 from ragkv.store.record import ChunkKey, CorruptRecordError, check, decode, read_header
 from ragkv.store.usage import Usage
+
+_VERIFIED_NAME = "verified.json"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,15 @@ class Verification:
 
     num_records: int
     problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LastVerification:
+    """When the store was verified last, in seconds since 1970, and what it came to."""
+
+    at: float
+    num_records: int
+    num_problems: int
 
 
 class StoreAdmin:
@@ -93,7 +107,16 @@ class StoreAdmin:
         for entries in model_to_entries.values():
             most = max(count for _, count in entries)
             problems += [f"chunk {key.chunk_hash}: {count} of {most} layers" for key, count in entries if count < most]
+        with self._errors(), atomic_write(self._path / _VERIFIED_NAME) as written:
+            written.write(json.dumps([time.time(), num_records, len(problems)]).encode())
         return Verification(num_records, problems)
+
+    def last_verification(self) -> LastVerification | None:
+        """Return when the store was verified last, None if it never was, or nobody knows any more."""
+        try:
+            return LastVerification(*json.loads((self._path / _VERIFIED_NAME).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def records(self, key: ChunkKey) -> list[memoryview] | None:
         """Return an entry's records as they are in the file, checked; None if it isn't stored.

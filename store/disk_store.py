@@ -15,6 +15,7 @@ from pathlib import Path
 from ragkv.errors import StoreError
 from ragkv.store.admin import StoreAdmin
 from ragkv.store.codecs import CODECS
+from ragkv.store.control import StoreControl
 from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
 from ragkv.store.eviction import Hint
 from ragkv.store.memory import Pool, Staging
@@ -56,6 +57,7 @@ class DiskStore:
         self._staging: list[Staging] = []  # of snapshots that have ended
         self.entries, self._usage, self._lock = open_folder(path, eviction)
         self.admin = StoreAdmin(path, self.entries, self._usage)
+        self.control = StoreControl(path, self.entries, self._usage)
         self._last_change = 0  # of the files, when the pool was compared with them
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
@@ -143,10 +145,43 @@ class DiskStore:
         keys = list(keys)
         self._usage.count(keys)
         if self._has_memory:
-            if (last_change := self.entries.last_change) != self._last_change:
-                self._pool.refresh(self.entries.version, self._usage.hint_of)
-                self._last_change = last_change
+            self._refresh()
             self._pool.request({key: self._usage.hint_of(key) for key in keys})
+
+    def _refresh(self) -> None:
+        """Compare what is in memory with the files, if they have changed."""
+        if (last_change := self.entries.last_change) != self._last_change:
+            self._pool.refresh(self.entries.version, self._usage.hint_of)
+            self._last_change = last_change
+
+    def hold(self, keys: Sequence[ChunkKey], spared: Iterable[ChunkKey] = ()) -> list[ChunkKey]:
+        """Read entries into memory, in place of what is worth least there. Returns those that are there then.
+
+        spared: what stays. Counts no use. The others aren't stored, don't verify, or would need room of what is
+        pinned, spared or requested.
+        """
+        self._refresh()
+        wanted = {key: self._usage.hint_of(key) for key in (*spared, *keys)}
+        with self._pool.requesting(wanted), self.snapshot() as snapshot:
+            for key in keys:
+                with suppress(CorruptRecordError):  # whoever uses it will say so
+                    layer = 0
+                    while snapshot.get(key, layer) is not None and self.in_memory(key):
+                        layer += 1
+        return [key for key in keys if self.in_memory(key)]
+
+    def release(self, keys: Iterable[ChunkKey]) -> int:
+        """Give up entries in memory; on disk they stay. Returns the bytes that they took."""
+        sizes = self._pool.sizes()
+        released = [key for key in keys if key in sizes]
+        for key in released:
+            self._pool.drop(key)
+        return sum(map(sizes.__getitem__, released))
+
+    def held(self) -> dict[ChunkKey, int]:
+        """Return the entries in memory, with the bytes that they take."""
+        self._refresh()
+        return self._pool.sizes()
 
     def memory_changes(self) -> tuple[list[str], list[str]]:
         return self._pool.take_changes()
@@ -201,9 +236,7 @@ class DiskStore:
                 self._usage.forget(key.prefix())
 
     def discard(self, key: ChunkKey) -> None:
-        with self._errors("delete from"), self._usage.writing():
-            self.entries.delete([key])
-            self._usage.lose(key)
+        self.control.clear([key])
 
     def close(self) -> None:
         if self._lock >= 0:

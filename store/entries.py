@@ -10,7 +10,7 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +19,7 @@ from pathlib import Path
 import xxhash
 
 from ragkv.files import sync_folder
+from ragkv.store.page_cache import cached_bytes
 from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey, CorruptRecordError
 
 ALIGNMENT = 4096
@@ -26,6 +27,7 @@ _MAGIC = b"RKVE"
 _HEAD = struct.Struct(f"<4sH{PREFIX_BYTES}sH")  # magic, format, key, number of layers; then each length, uint32
 _CHECKSUM = struct.Struct("<Q")
 _SUFFIX = ".kv"
+_BLOCK_BYTES = 1 << 20  # read at a time
 _NEW, _UNFINISHED_S = "new", 60  # the subfolder of files that aren't finished; the time that a live writer may take
 
 
@@ -108,6 +110,12 @@ class EntryFile:
         self.read_into(layer, memory)
         return memory
 
+    def read_begin(self, num_bytes: int) -> bytes:
+        """Return the first bytes of the first record; fewer where the file is cut off or can't be read."""
+        with suppress(OSError):
+            return os.pread(self._descriptor, num_bytes, self.offset(0))
+        return b""
+
     def read_into(self, layer: int, memory: memoryview) -> None:
         """Fill `memory` with a layer's record. Raises CorruptRecordError where the file is cut off or can't be read.
 
@@ -148,28 +156,38 @@ class EntryFolder:
         descriptor = self._open(key)
         return None if descriptor is None else EntryFile(descriptor, key)
 
-    def is_cached(self, key: ChunkKey) -> bool:
-        """Return whether an entry seems to be in the page cache: by a page at its start, middle and end.
+    def first_bytes(self, key: ChunkKey, num_bytes: int) -> bytes | None:
+        """Return the beginning of an entry's first record, without what follows being read ahead; errors as `open`."""
+        if (descriptor := self._open(key)) is None:
+            return None
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        with closing(EntryFile(descriptor, key)) as file:
+            return file.read_begin(num_bytes)
 
-        True also where it isn't stored, or the file system can't tell. Doesn't wait for the disk.
+    def is_cached(self, key: ChunkKey) -> bool:
+        """Return whether all of an entry is in the page cache; doesn't wait for the disk.
+
+        True also where it isn't stored, or the system can't tell.
         """
         if (descriptor := self._open(key)) is None:
             return True
         try:
-            size = os.fstat(descriptor).st_size
-            for offset in (0, size // 2, max(0, size - 1)):
-                os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+            num_bytes = cached_bytes(descriptor)
+            return num_bytes is None or num_bytes >= os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-        return True
 
     def prefetch(self, key: ChunkKey) -> None:
         """Have the system start to read an entry, if it is stored, into its page cache."""
         self._advise(key, os.POSIX_FADV_WILLNEED)
+
+    def read_through(self, key: ChunkKey) -> None:
+        """Bring an entry, if it is stored, into the page cache before returning."""
+        if (descriptor := self._open(key)) is not None:
+            block = bytearray(_BLOCK_BYTES)
+            with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - which closes it
+                while file.readinto(block):
+                    pass
 
     def drop_cached(self, key: ChunkKey) -> None:
         """Drop an entry from the page cache, so that the next read is from the disk."""
@@ -213,6 +231,26 @@ class EntryFolder:
     def keys_of(self, chunk_hash: str) -> list[ChunkKey]:
         """Return the keys of the entries of one chunk."""
         return [key for key in _keys_in(self._folder / chunk_hash[:2]) if key.chunk_hash == chunk_hash]
+
+    def keys_by_chunk(self, chunk_hashes: Iterable[str]) -> dict[str, list[ChunkKey]]:
+        """Return the keys of the entries of each of these chunks. Lists each subfolder once."""
+        found: dict[str, list[ChunkKey]] = {chunk_hash: [] for chunk_hash in chunk_hashes}
+        for name in {chunk_hash[:2] for chunk_hash in found}:
+            for key in _keys_in(self._folder / name):
+                if key.chunk_hash in found:
+                    found[key.chunk_hash].append(key)
+        return found
+
+    def try_writing(self) -> None:
+        """Write a page as an entry is written, sync it and remove it. Raises OSError where that fails."""
+        file = self._folder / _NEW / f"try.{secrets.token_hex(4)}"
+        try:
+            with file.open("wb") as written:
+                written.write(bytes(ALIGNMENT))
+                written.flush()
+                os.fsync(written.fileno())
+        finally:
+            file.unlink(missing_ok=True)
 
     def strangers(self) -> list[Path]:
         """Return files that are no entry, also those that a process began over a minute ago and hasn't finished."""

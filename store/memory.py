@@ -9,7 +9,8 @@ import errno
 import logging
 import mmap
 from bisect import insort
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -110,6 +111,19 @@ class Pool:
         for key, hint in hints.items():
             if self._eviction.touch(key):
                 self._held[key].hint = hint
+
+    @contextmanager
+    def requesting(self, hints: Mapping[ChunkKey, Hint | None]) -> Iterator[None]:
+        """Treat these entries too as requested, without counting a use."""
+        requested, self._requested = self._requested, {**self._requested, **hints}
+        try:
+            yield
+        finally:
+            self._requested = requested
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Return the bytes of each entry that is held."""
+        return {key: held.layout.size_bytes for key, held in self._held.items()}
 
     def get(self, key: ChunkKey, layout: Layout, layer: int) -> LayerKV | None:
         held = self._held.get(key)

@@ -9,7 +9,7 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ _U64, _F64, _PRIORITY = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct(
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """What is known of an entry. used_at: in seconds since 1970."""
 
     size_bytes: int
@@ -47,7 +47,7 @@ class _Row:
         return _ROW.pack(*numbers, _HINTS.index(self.hint), self.stored)
 
     @classmethod
-    def parse(cls, value: bytes) -> "_Row":
+    def parse(cls, value: bytes) -> "Row":
         size_bytes, cost, uses, used_at, priority, hint, stored = _ROW.unpack(value)
         return cls(size_bytes, cost, uses, used_at, priority, _HINTS[hint], bool(stored))
 
@@ -99,13 +99,29 @@ class Usage:
         """Count the storing of an entry as a use. cost: of computing it again, in any unit; stored: False if there was
         no room for it."""
         known = self._row(key.prefix())
-        uses, hint = (known.uses, known.hint) if known else (0, None)
+        uses, hint = (known.uses, known.hint) if known else (0, self._hint_of_chunk(key))
         self._use(key.prefix(), Entry(size_bytes, cost, uses + 1), hint, stored=stored)
 
     def hint(self, chunk_hash: str, hint: Hint | None) -> None:
-        """Set the hint of all entries of a chunk."""
+        """Set the hint of all entries of a chunk. That is no use of them, but a session begins now."""
         for key, row in list(_all(self._rows, bytes.fromhex(chunk_hash))):
-            self._use(key, Entry(row.size_bytes, row.cost, row.uses), hint, stored=row.stored)
+            if hint == "session" or "ephemeral" in (hint, row.hint):  # which changes its place in the order
+                stamp = time.time() if hint == "session" else row.used_at
+                self._use(key, Entry(row.size_bytes, row.cost, row.uses, stamp=stamp), hint, stored=row.stored)
+            else:
+                self._set(key, row, replace(row, hint=hint))
+
+    def resize(self, key: ChunkKey, size_bytes: int) -> None:
+        """Note that an entry takes another size on disk. That is no use of it."""
+        if row := self._row(key.prefix()):
+            self._set(key.prefix(), row, replace(row, size_bytes=size_bytes))
+
+    def pinned_bytes(self, and_those_of: Collection[str] = ()) -> int:
+        """Return the bytes of pinned entries, if those of these chunks were pinned too. Evicted ones count: they come
+        back."""
+        return sum(
+            row.size_bytes for key, row in _all(self._rows) if row.hint == "pin" or key[:16].hex() in and_those_of
+        )
 
     def evict(self, num_bytes: int) -> list[ChunkKey]:
         """Choose entries that free this many bytes, those that are worth least, and count them as evicted; fewer if
@@ -181,7 +197,13 @@ class Usage:
                 value = parts["rows"].get(key.prefix())
         except (TableDamageError, lmdb.Error):
             return None
-        return None if value is None else _Row.parse(value).hint  # type: ignore[return-value]
+        return None if value is None else Row.parse(value).hint  # type: ignore[return-value]
+
+    def rows_of(self, chunk_hashes: Iterable[str]) -> dict[ChunkKey, Row]:
+        """Return what is known of these chunks' entries, evicted ones too; uses of the last seconds are missing."""
+        with self._table.reading() as parts:
+            each = (_all(parts["rows"], bytes.fromhex(chunk_hash)) for chunk_hash in chunk_hashes)
+            return {ChunkKey.parse(key): row for rows in each for key, row in rows}
 
     def evicted(self) -> list[ChunkKey]:
         """Return the keys of entries that were evicted, or had no room, and aren't stored again."""
@@ -215,17 +237,22 @@ class Usage:
         value = self._totals.get(b"clock")
         return 0.0 if value is None else float(_F64.unpack(value)[0])
 
-    def _row(self, key: bytes) -> _Row | None:
+    def _row(self, key: bytes) -> Row | None:
         value = self._rows.get(key)
-        return None if value is None else _Row.parse(value)
+        return None if value is None else Row.parse(value)
+
+    def _hint_of_chunk(self, key: ChunkKey) -> str | None:
+        """Return the hint of a chunk's other entries: a mean may come long after the chunk was pinned."""
+        _, row = next(_all(self._rows, bytes.fromhex(key.chunk_hash)), (b"", None))
+        return row.hint if row else None
 
     def _use(self, key: bytes, entry: Entry, hint: str | None, *, stored: bool) -> None:
-        entry.stamp = time.time()
+        entry.stamp = entry.stamp or time.time()
         priority = -1.0 if hint == "ephemeral" else self._priority(entry, self._clock)
-        row = _Row(entry.size_bytes, entry.cost, entry.frequency, entry.stamp, priority, hint, stored)
+        row = Row(entry.size_bytes, entry.cost, entry.frequency, entry.stamp, priority, hint, stored)
         self._set(key, self._row(key), row)
 
-    def _set(self, key: bytes, old: _Row | None, new: _Row | None) -> None:
+    def _set(self, key: bytes, old: Row | None, new: Row | None) -> None:
         """Put a row in the place of another, None for none, and bring order and totals up to date."""
         change = 0
         if old and old.stored:
@@ -242,8 +269,8 @@ class Usage:
             self._totals.put(b"stored_bytes", _U64.pack(max(0, self.stored_bytes + change)))
 
 
-def _all(rows: Rows, prefix: bytes = b"") -> Iterator[tuple[bytes, _Row]]:
-    return ((key, _Row.parse(value)) for key, value in rows.items(prefix))
+def _all(rows: Rows, prefix: bytes = b"") -> Iterator[tuple[bytes, Row]]:
+    return ((key, Row.parse(value)) for key, value in rows.items(prefix))
 
 
 def _stored_bytes(totals: Rows) -> int:

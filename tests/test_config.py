@@ -105,7 +105,7 @@ def test_unknown_settings_in_the_file(settings) -> None:
     assert sorted(problems(file)) == [
         f"unknown setting modle in {file}; choose from {sections}",
         f"unknown setting nonsense in {file}; choose from {sections}",
-        f"unknown setting server.prot in {file}; choose from host, port, keys, max_requests, log, "
+        f"unknown setting server.prot in {file}; choose from host, port, keys, operator_keys, max_requests, log, "
         "max_upload_mib, max_pause_s, indexing_patience_s",
     ]
 

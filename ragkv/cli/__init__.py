@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, home_commands
+from ragkv.cli import engine_commands, home_commands, operator_commands
 from ragkv.cli.options import MODEL, configured
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
@@ -58,9 +58,14 @@ app.command()(configured(engine_commands.ask, "policy", "budget", "max_drift", "
 app.command()(configured(engine_commands.serve, "host", "port", *MODEL))
 app.command()(engine_commands.key)
 app.command()(configured(engine_commands.profile, *MODEL))
-store = _group("Inspect, clean, export and import the KV store.")
+store = _group("Inspect, control, clean, export and import the KV store.")
 for command in (home_commands.stats, home_commands.verify, home_commands.delete, home_commands.gc):
     store.command()(configured(command, "home"))
+for controlling in (
+    *(operator_commands.lookup, operator_commands.pin, operator_commands.unpin, operator_commands.warm),
+    *(operator_commands.demote, operator_commands.recode, operator_commands.clear, operator_commands.health),
+):
+    store.command()(configured(controlling, "home"))
 store.command("export")(configured(home_commands.export_kv, "home"))
 store.command("import")(configured(home_commands.import_kv, "home"))
 app.add_typer(store, name="store")

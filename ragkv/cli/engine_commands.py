@@ -190,6 +190,7 @@ def serve(
 
 def key(
     names: Annotated[list[str], typer.Argument(help="Names of those who get a key, one key each.")],
+    operator: Annotated[bool, typer.Option("--operator", help="Keys for the calls below /v1/store.")] = False,
 ) -> None:
     """Make API keys for the server. They are shown only now; the settings hold their hashes."""
     from ragkv.server.gate import new_key
@@ -199,9 +200,10 @@ def key(
         typer.echo(key)
     hashes = {name: key_hash for name, (_, key_hash) in made.items()}
     lines = "\n".join(f'{json.dumps(name)} = "{key_hash}"' for name, key_hash in hashes.items())
+    setting = "operator_keys" if operator else "keys"
     err.print(
         f"Made for {', '.join(made)}, and shown only now. Put this into the settings file of `ragkv serve`:\n\n"
-        f"[server.keys]\n{lines}\n\nor RAGKV_SERVER__KEYS='{json.dumps(hashes)}'",
+        f"[server.{setting}]\n{lines}\n\nor RAGKV_SERVER__{setting.upper()}='{json.dumps(hashes)}'",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -27,16 +27,16 @@ _STREAM = Path("-")
 
 def stats(config: Config, as_json: AsJson = False) -> None:
     """Show how many chunks and records the store holds, their codecs and their size."""
-    with _store(config) as kv:
+    with open_store(config) as kv:
         counts, codecs = kv.admin.stats(), kv.admin.codecs()
-    _show({**asdict(counts), "codecs": codecs}, as_json, lambda _: output.print_stats(counts, codecs))
+    show({**asdict(counts), "codecs": codecs}, as_json, lambda _: output.print_stats(counts, codecs))
 
 
 def verify(config: Config, as_json: AsJson = False) -> None:
     """Read and check every record. Exits with status 1 if something is wrong."""
-    with _store(config) as kv, err.status("checking every record"):
+    with open_store(config) as kv, err.status("checking every record"):
         verification = kv.admin.verify()
-    _show(verification, as_json, output.print_verification)
+    show(verification, as_json, output.print_verification)
     if verification.problems:
         raise typer.Exit(1)
 
@@ -57,7 +57,7 @@ def delete(
     from ragkv.index.deletion import delete_documents
 
     deletion = delete_documents(Home(config.home), documents, tenant)
-    _show(deletion, as_json, output.print_deletion)
+    show(deletion, as_json, output.print_deletion)
 
 
 def gc(
@@ -70,7 +70,7 @@ def gc(
     from ragkv.index.deletion import collect_garbage
 
     garbage = collect_garbage(Home(config.home), dry_run=dry_run)
-    _show(garbage, as_json, partial(output.print_garbage, dry_run=dry_run))
+    show(garbage, as_json, partial(output.print_garbage, dry_run=dry_run))
 
 
 def export_kv(
@@ -78,7 +78,7 @@ def export_kv(
     file: Annotated[Path, typer.Argument(help="File to write; - is stdout.")],
 ) -> None:
     """Write all KV into one file, for `ragkv store import` elsewhere. Exits with status 1 if some was damaged."""
-    with _store(config) as kv:
+    with open_store(config) as kv:
         from ragkv.store.transfer import export_chunks
 
         total = sum(kv.admin.sizes().values())
@@ -164,7 +164,7 @@ def doctor(config: Config) -> None:
         raise typer.Exit(1)
 
 
-def _show(result: T, as_json: bool, print_text: Callable[[T], None]) -> None:
+def show(result: T, as_json: bool, print_text: Callable[[T], None]) -> None:
     """Print a result as JSON, or by `print_text`."""
     if as_json:
         typer.echo(json.dumps(result, default=asdict))
@@ -173,7 +173,8 @@ def _show(result: T, as_json: bool, print_text: Callable[[T], None]) -> None:
 
 
 @contextmanager
-def _store(config: Config) -> Iterator["DiskStore"]:
+def open_store(config: Config) -> Iterator["DiskStore"]:
+    """Open the home's store. Raises StoreError if it has none."""
     from ragkv.home import Home
 
     home = Home(config.home)

@@ -29,6 +29,7 @@ from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotatio
 from ragkv.engine.worker import WorkerSide
 from ragkv.kernels.dispatch import choose
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.record import ChunkKey
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -50,6 +51,7 @@ class RagKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler = SchedulerSide()
         self._worker: WorkerSide | None = None  # once `attach` has been called
+        self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
             _end_with_parent()
 
@@ -64,7 +66,7 @@ class RagKVConnector(KVConnectorBase_V1):
         except UnsupportedModelError as error:
             return str(error)
         pinned = subset.device.type == "cuda"
-        store = DiskStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
+        self.store = store = DiskStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         self._worker = WorkerSide(KVLoader(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
         return None
@@ -128,6 +130,33 @@ class WorkerExtension:
         assert isinstance(connector, RagKVConnector)
         runner = self.model_runner  # type: ignore[attr-defined]
         return connector.attach(runner.get_model(), runner.device)
+
+    # For operators, by the names of entries (`ChunkKey.prefix`, hexadecimal), which vLLM carries between processes
+
+    def ragkv_held(self) -> list[tuple[str, int]]:
+        """Return the entries in memory, with the bytes that they take; none if the model isn't fused."""
+        store = _store()
+        return [(key.prefix().hex(), size) for key, size in store.held().items()] if store else []
+
+    def ragkv_hold(self, names: list[str], spared: list[str]) -> None:
+        """Read entries into memory, but not in the place of those that are spared."""
+        if store := _store():
+            store.hold(_keys(names), _keys(spared))
+
+    def ragkv_release(self, names: list[str]) -> int:
+        """Give up entries in memory. Returns the bytes that they took."""
+        store = _store()
+        return store.release(_keys(names)) if store else 0
+
+
+def _store() -> DiskStore | None:
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, RagKVConnector)
+    return connector.store
+
+
+def _keys(names: list[str]) -> list[ChunkKey]:
+    return [ChunkKey.parse(bytes.fromhex(name)) for name in names]
 
 
 def _end_with_parent() -> None:

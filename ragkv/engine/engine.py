@@ -29,6 +29,7 @@ from ragkv.engine.task import (
     task_to_params,
 )
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
+from ragkv.store.record import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,35 @@ class Engine:
             raise ModelError(f"no log-probabilities: {report.problem}")
         rows = [np.frombuffer(data, dtype=np.float32) for data in report.logprobs]
         return [row.reshape(len(tokens), -1) for row, tokens in zip(rows, continuations, strict=True)], report
+
+    async def held(self) -> dict[ChunkKey, int]:
+        """Return the entries in the worker's memory, with the bytes that they take. Waits for an engine step to end.
+
+        Raises EngineStoppedError, as `hold` and `release` do.
+        """
+        held = {ChunkKey.parse(bytes.fromhex(name)): size for name, size in await self._tell("ragkv_held")}
+        self.in_memory = {key.chunk_hash for key in held}
+        return held
+
+    async def hold(self, keys: Sequence[ChunkKey], spared: Sequence[ChunkKey]) -> None:
+        """Have the worker read entries into its memory (`DiskStore.hold`), while other requests wait: ask for few."""
+        await self._tell("ragkv_hold", *([key.prefix().hex() for key in each] for each in (keys, spared)))
+
+    async def release(self, keys: Sequence[ChunkKey]) -> int:
+        """Have the worker give up entries in its memory. Returns the bytes that they took."""
+        return int(await self._tell("ragkv_release", [key.prefix().hex() for key in keys]))
+
+    async def _tell(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker's extension (`ragkv.engine.connector.WorkerExtension`), between two steps."""
+        if not self.is_ready:
+            raise EngineStoppedError("vLLM isn't running; ask again in a minute")
+        try:
+            (result, *_) = await _unless_dead(self._llm, self._llm.collective_rpc(method, args=args))
+        except Exception as error:
+            if self.is_ready:
+                raise
+            raise EngineStoppedError("vLLM's processes ended during this call; ask again in a minute") from error
+        return result
 
     async def close(self) -> None:
         """End vLLM's processes. Requests in work end with EngineStoppedError."""

@@ -4,18 +4,16 @@ As in an ingest, documents leave the catalogue first and their KV after: where a
 `collect_garbage` deletes the rest.
 """
 
-import difflib
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from ragkv.config import MAIN
 from ragkv.engine.task import ROOT_HASH
-from ragkv.errors import StoreError
+from ragkv.errors import StoreError, UnknownDocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
+from ragkv.operations.selection import find_documents
 from ragkv.retriever.catalog import Catalog
-from ragkv.retriever.documents import document_name, source_file
 from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
@@ -23,7 +21,6 @@ from ragkv.store.record import ChunkKey
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
 OTHER_CONTEXT = "precomputed after another anchor, or averaged over another number of contexts"
-_NUM_NEAREST = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,11 @@ def delete_documents(home: Home, names: Sequence[str], tenant: str = MAIN) -> De
     if not home.catalog_of(tenant).exists():
         raise StoreError(f"nothing is indexed in {home.folder(tenant)}; `ragkv index PATH` indexes documents")
     with home.indexing(), home.open_catalog(tenant) as catalog, closing(home.open_store()) as store:
-        return delete_for_good(catalog, store, _find(home, catalog, names))
+        try:
+            ids = find_documents(catalog, names, str(home.path), on_disk=True)
+        except UnknownDocumentError as error:
+            raise UnknownDocumentError(f"{error}\nnothing was deleted") from error
+        return delete_for_good(catalog, store, ids)
 
 
 def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], kept: Collection[str] = ()) -> Deletion:
@@ -70,27 +71,6 @@ def delete_for_good(catalog: Catalog, store: DiskStore, ids: Collection[str], ke
         store.delete(unused)
     catalog.empty_log()
     return Deletion(deleted, len(unused), len(hashes) - len(unused), size_bytes)
-
-
-def _find(home: Home, catalog: Catalog, names: Sequence[str]) -> list[str]:
-    """Return the ids of all documents that these names mean. Raises StoreError for a name that means none."""
-    ids = catalog.document_ids()
-    by_name = {Path(id).name: id for id in ids}
-    named: dict[str, None] = {}
-    unknown = []
-    for name in names:
-        path = Path(document_name(str(Path(name).resolve())))
-        given = (document_name(name), str(path))
-        meant = [id for id in ids if id in given or Path(source_file(id)).is_relative_to(path)]
-        if name and meant:
-            named.update(dict.fromkeys(meant))
-        else:
-            close = difflib.get_close_matches(path.name, by_name, _NUM_NEAREST, cutoff=0)
-            nearest = ", ".join(by_name[each] for each in close) or "none: nothing is indexed"
-            unknown.append(f"no document {name!r} in {home.path}; the nearest by name: {nearest}")
-    if unknown:
-        raise StoreError("\n".join([*unknown, "nothing was deleted"]))
-    return list(named)
 
 
 def collect_garbage(home: Home, *, dry_run: bool = False) -> list[Garbage]:

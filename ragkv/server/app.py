@@ -8,7 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragkv import __version__
 from ragkv.config import MAIN
-from ragkv.server import answers, chat, documents
+from ragkv.operations.running import RunningStore
+from ragkv.server import answers, chat, documents, store
 from ragkv.server.gate import Gate
 from ragkv.server.page import page
 from ragkv.server.telemetry import observe_requests
@@ -67,15 +68,24 @@ class HeadAsGet:
 
 def create_app(tenants: Tenants) -> FastAPI:
     """Return the HTTP interface of open pipelines; the caller closes them."""
-    config, holders = tenants.config.server, tenants.config.holders()
+    config, holders, operators = tenants.config.server, tenants.config.holders(), tenants.config.operators()
     app = FastAPI(title="ragkv", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
     app.state.tenants = tenants
     max_upload_bytes = round(config.max_upload_mib * (1 << 20))
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Gate, holders=holders, max_upload_bytes=max_upload_bytes, max_pause_s=config.max_pause_s)
+    app.add_middleware(
+        Gate,
+        holders=holders,
+        operators=operators,
+        max_upload_bytes=max_upload_bytes,
+        max_pause_s=config.max_pause_s,
+    )
     observe_requests(app)
     app.include_router(page())
     app.include_router(router)
     bearer = HTTPBearer(auto_error=False, description="A key of the server; the gate checks it")
     app.include_router(guarded, dependencies=[Security(bearer)] if holders else [])
+    if operators:
+        app.state.store = RunningStore(tenants.main.pipeline.workspace)
+        app.include_router(store.router, dependencies=[Security(bearer)])
     return app

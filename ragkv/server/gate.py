@@ -25,8 +25,10 @@ MAX_BODY_BYTES = 8 << 20
 MAX_HELD_BYTES = 512 << 20  # of all bodies of one tenant's requests in progress
 MIN_BYTES_PER_S = 1024  # of a body, on average
 UPLOADS = "/v1/documents"
+OPERATORS_BELOW = "/v1/store/"
 OPEN = {"/", "/healthz", "/readyz", "/docs", "/openapi.json"}  # without a key; they reveal nothing that is indexed
 OPEN_BELOW = "/page/"
+_OPERATORS_ONLY = "calls below /v1/store need one of server.operator_keys, as 'Authorization: Bearer KEY'"
 _PREFIX = "ragkv-"
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _OWN = ("same-origin", "none")  # of Sec-Fetch-Site
@@ -62,15 +64,23 @@ def _is_local(host: str) -> bool:
 class Gate:
     """ASGI middleware that refuses requests, or lets them pass with `scope["tenant"]` set.
 
-    holders: tenants by the SHA-256 of their keys; without any, everybody is the tenant `MAIN`. max_upload_bytes: of a
-    body with documents. max_pause_s: how long a body may pause.
+    holders: tenants by the SHA-256 of their keys; without any, everybody is the tenant `MAIN`. operators: operators by
+    the SHA-256 of theirs, set as `scope["operator"]`: these keys, and no others, open what is below `OPERATORS_BELOW`,
+    and nothing else. max_upload_bytes: of a body with documents. max_pause_s: how long a body may pause.
 
     A connection stays open after a refusal, and uvicorn discards the rest of the body (until `listen` closes silent
     ones): if it were closed with bytes unread, TCP would reset it, and a client still sending would see no answer.
     """
 
-    def __init__(self, app: ASGIApp, holders: Mapping[str, str], max_upload_bytes: int, max_pause_s: float) -> None:
-        self._app, self._holders = app, dict(holders)
+    def __init__(
+        self,
+        app: ASGIApp,
+        holders: Mapping[str, str],
+        operators: Mapping[str, str],
+        max_upload_bytes: int,
+        max_pause_s: float,
+    ) -> None:
+        self._app, self._holders, self._operators = app, dict(holders), dict(operators)
         self._max_upload_bytes, self._max_pause_s = max_upload_bytes, max_pause_s
         self._held_bytes: Counter[str | None] = Counter()  # by tenant
 
@@ -80,18 +90,26 @@ class Gate:
             return
         headers = Headers(scope=scope)
         max_bytes = self._max_upload_bytes if scope["path"] == UPLOADS else MAX_BODY_BYTES
-        tenant = self._tenant(headers.get("authorization", "")) if self._holders else MAIN
-        scope["tenant"] = tenant
+        authorization = headers.get("authorization", "")
+        tenant = _holder(self._holders, authorization) if self._holders else MAIN
+        operator = _holder(self._operators, authorization)
+        scope["tenant"], scope["operator"] = tenant, operator
         is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_BELOW)
+        is_operators = bool(self._operators) and scope["path"].startswith(OPERATORS_BELOW)
         if (problem := self._cross_site(scope["method"], headers)) is not None:
             response = JSONResponse(error_body("Forbidden", problem), 403)
-        elif tenant is None and not is_open:
+        elif is_operators and operator is None and self._holders and tenant is not None:
+            response = JSONResponse(error_body("Forbidden", f"the key is a tenant's; {_OPERATORS_ONLY}"), 403)
+        elif is_operators and operator is None:
+            message = f"an operator's key is missing or unknown; {_OPERATORS_ONLY}"
+            response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
+        elif tenant is None and not is_open and not is_operators:
             message = "a key is missing or unknown; send it as 'Authorization: Bearer KEY'"
             response = JSONResponse(error_body("Unauthorized", message), 401, {"WWW-Authenticate": "Bearer"})
         elif (length := headers.get("content-length", "")).isdecimal() and int(length) > max_bytes:
             response = JSONResponse(error_body("ContentTooLarge", _too_large(max_bytes)), 413)
         else:
-            with self._guarded(receive, max_bytes, tenant) as guarded:
+            with self._guarded(receive, max_bytes, operator if is_operators else tenant) as guarded:
                 await self._app(scope, guarded, send)
             return
         await response(scope, receive, send)
@@ -144,14 +162,15 @@ class Gate:
             return "pages of other sites may not change anything here; call the API from a server or from this page"
         return None
 
-    def _tenant(self, authorization: str) -> str | None:
-        """Return whose key it is. All hashes are compared, each in constant time: the time reveals nothing of them."""
-        scheme, _, key = authorization.partition(" ")
-        given, tenant = hash_of(key.strip()), None
-        for known, holder in self._holders.items():
-            if hmac.compare_digest(given, known):
-                tenant = holder
-        return tenant if scheme.lower() == "bearer" else None
+
+def _holder(holders: Mapping[str, str], authorization: str) -> str | None:
+    """Return whose key it is. All hashes are compared, each in constant time: the time reveals nothing of them."""
+    scheme, _, key = authorization.partition(" ")
+    given, found = hash_of(key.strip()), None
+    for known, holder in holders.items():
+        if hmac.compare_digest(given, known):
+            found = holder
+    return found if scheme.lower() == "bearer" else None
 
 
 def _too_large(max_bytes: int) -> str:

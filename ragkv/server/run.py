@@ -36,6 +36,7 @@ def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager
     Raises ConfigError, before anything is loaded, for an address or a key that can't be used.
     """
     has_keys = bool(config.holders())
+    config.operators()
     log_as(config.server.log)
     export_traces()
     return_large_blocks()

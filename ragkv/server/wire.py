@@ -28,6 +28,7 @@ from ragkv.errors import (
     OverloadedError,
     QuotaError,
     RagKVError,
+    UnknownDocumentError,
 )
 from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
 from ragkv.retriever.documents import is_visible
@@ -48,6 +49,7 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
     EngineStoppedError: 503,
     OverloadedError: 429,
     QuotaError: 413,
+    UnknownDocumentError: 404,
 }
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)

@@ -148,7 +148,8 @@ def test_unknown_settings(home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     first, second = errors("serve", "--config", file)
     assert first == f"server.port = 0 in {file}: Input should be greater than or equal to 1"
     assert (
-        second == f"unknown setting server.prot in {file}; choose from host, port, keys, max_requests, log, "
+        second
+        == f"unknown setting server.prot in {file}; choose from host, port, keys, operator_keys, max_requests, log, "
         "max_upload_mib, max_pause_s, indexing_patience_s"
     )
     assert errors("doctor", "--config", tmp_path / "no.toml")[0].startswith("can't read the settings file")

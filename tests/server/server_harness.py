@@ -3,10 +3,12 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -137,6 +139,32 @@ class ScriptedPipeline:
 
     async def close(self):
         self.is_ready = False
+
+
+class Worker:
+    """The store of a worker with a memory, without a model."""
+
+    unsupported, is_ready, counters = None, True, Counter(corrupt_chunks=0)
+
+    def __init__(self, home, memory_bytes):
+        self.store = home.open_store(memory_bytes=memory_bytes)
+
+    async def held(self):
+        return self.store.held()
+
+    async def hold(self, keys, spared):
+        self.store.hold(keys, spared)
+
+    async def release(self, keys):
+        return self.store.release(keys)
+
+
+class OperatedPipeline(ScriptedPipeline):
+    """With a workspace."""
+
+    def __init__(self, folder, home, store, config, engine=None):
+        super().__init__(folder)
+        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config)
 
 
 @contextmanager

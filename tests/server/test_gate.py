@@ -133,6 +133,11 @@ def test_with_keys_other_machines_are_served() -> None:
             server.serve(config.model_copy(update={"server": address}), opened)
 
 
+def test_an_operators_key_is_made_for_its_own_setting() -> None:
+    result = CliRunner().invoke(app, ["key", "--operator", "olga"])
+    assert "[server.operator_keys]" in result.stderr and "RAGKV_SERVER__OPERATOR_KEYS='" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.1", False), ("fe80::1%lo", False)],

@@ -26,6 +26,15 @@ def test_what_will_be_read_is_brought_into_the_page_cache(tmp_path):
             assert torch.equal(snapshot.get(KEYS[2], 2).k, LAYERS[2].k)
 
 
+def test_to_ask_whether_a_chunk_is_cached_does_not_bring_it(tmp_path):
+    with closing(DiskStore(tmp_path)) as store:
+        store.put([(KEYS[0], LAYERS)])
+        drop_cached(store, KEYS[:1])
+        for _ in range(5):
+            assert not store.in_page_cache(KEYS[0])
+            time.sleep(0.05)  # for what would be read ahead
+
+
 def test_a_store_closes_while_it_reads(tmp_path):
     store = DiskStore(tmp_path)
     store.put([(key, LAYERS) for key in KEYS])

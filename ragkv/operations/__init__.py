@@ -1,0 +1,1 @@
+"""What operators do with the KV of documents, by the command line and by HTTP. Starts no model."""
