@@ -25,6 +25,10 @@ class StoreError(RagKVError):
     """A store that can't be used: made by another version, or no space left."""
 
 
+class RemoteError(StoreError):
+    """A bucket, or shared folder, that can't be reached, or refuses what it is asked for."""
+
+
 class BusyError(StoreError):
     """Another process is changing the store; try again later."""
 
