@@ -50,6 +50,18 @@ class ChunkKV:
         start = len(self._anchor)
         return Span(start, start + num_tokens, chunk_hash, self.anchor_hash)
 
+    def keys(self, chunk_hash: str) -> list[ChunkKey]:
+        """Return the keys of all entries of a chunk: after the anchor alone, then the mean, if it has one."""
+        alone = self.span(chunk_hash, 0)
+        return [self.key(span) for span in (alone, self.averaged(alone))[: self.num_contexts]]
+
+    def best_key(self, span: Span) -> ChunkKey:
+        """Return the key of the entry that a prompt is best served with there, stored or not: the mean, if the chunk
+        has one and isn't the first."""
+        if span.start <= len(self._anchor):
+            return self.key(span)
+        return self.keys(span.chunk_hash)[-1]
+
     def averaged(self, span: Span) -> Span:
         """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
         return replace(span, anchor_hash=self.mean_hash)

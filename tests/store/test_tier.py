@@ -13,11 +13,13 @@ import pytest
 from bucket import MIB
 from store_samples import make_key, make_layers
 
+from ragkv.config import StoreConfig
 from ragkv.errors import StoreError
 from ragkv.store import remote as remote_module
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.fetching import ABSENT, DAMAGED, LATE, OUTAGE
 from ragkv.store.remote import Remote
-from ragkv.store.tier import ABSENT, DAMAGED, LATE, OUTAGE, RemoteTier, open_tier
+from ragkv.store.tier import RemoteTier, open_tier
 
 
 @contextmanager
@@ -160,7 +162,7 @@ def test_deleted_is_deleted_everywhere(tmp_path, one, bucket):
     assert len(holders_of(records, tmp_path, bucket)) == 6
     store.delete([make_key(1).chunk_hash])
     assert tier.num_pending_deletions == 1
-    assert tier.delete_pending() == 0
+    assert not tier.delete_pending()
     assert tier.num_pending_deletions == 0
     left = holders_of(records, tmp_path, bucket)
     assert len(left) == 2 and all(make_key(2).prefix().hex() in place.replace("/", "") for place in left)
@@ -178,7 +180,7 @@ def test_a_deletion_in_an_outage_is_remembered_and_done_later(tmp_path, bucket, 
         bucket.proxy.set("closed")
         store.delete([make_key(1).chunk_hash, make_key(2).chunk_hash])
         begin = time.monotonic()
-        assert tier.delete_pending() == 2
+        assert len(tier.delete_pending()) == 2
         assert time.monotonic() - begin < 3
     with opened(tmp_path / "one", bucket, timeout_s=1) as (store, tier):  # another process, say
         assert tier.num_pending_deletions == 2
@@ -200,7 +202,7 @@ def test_what_is_deleted_while_it_is_sent_goes(one, bucket, monkeypatch):
 
     def put_late(self, key, file):
         store.delete([key.chunk_hash])
-        assert tier.delete_pending() == 0  # before it is there
+        assert not tier.delete_pending()  # before it is there
         put(self, key, file)
 
     monkeypatch.setattr(Remote, "put", put_late)
@@ -267,18 +269,19 @@ def test_a_few_come_in_time_where_all_would_be_late(tmp_path, bucket):
         tier.send()
         size = store.entries.size(keys[0])
     with opened(tmp_path / "other", bucket) as (_, its_tier):
-        its_tier._mean_bytes = size
+        its_tier._fetcher._mean_bytes = size
         its_tier.remote.link.latency_s = 0.01
         its_tier.remote.link._num_bytes, its_tier.remote.link._seconds = 2 * size, 1.0
-        assert its_tier._num_in_time(keys, 1.1) == 2
-        assert its_tier._num_in_time(keys, 0.4) == 0
-        assert its_tier._num_in_time(keys, 60) == 6
+        assert its_tier._fetcher.num_in_time(keys, 1.1) == 2
+        assert its_tier._fetcher.num_in_time(keys, 0.4) == 0
+        assert its_tier._fetcher.num_in_time(keys, 60) == 6
 
 
 _SENDER = """
 import sys
 from pathlib import Path
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.fetching import ABSENT, DAMAGED, LATE, OUTAGE
 from ragkv.store.remote import Remote
 from ragkv.store.tier import RemoteTier
 
@@ -330,11 +333,11 @@ def test_closing_does_not_wait_for_all_that_is_to_be_sent(tmp_path, bucket):
 
 def test_a_store_remembers_that_it_has_a_bucket(tmp_path, bucket):
     with closing(DiskStore(tmp_path / "one")) as store:
-        assert open_tier(store, None, 10) is None
-        open_tier(store, bucket.url, 10).close()
-        open_tier(store, bucket.url, 10).close()
+        assert open_tier(store, StoreConfig()) is None
+        for _ in range(2):
+            open_tier(store, StoreConfig(remote=bucket.url)).close()
         for other in (None, "s3://another"):
             with pytest.raises(StoreError, match=f"also in {bucket.url}.*RAGKV_STORE__REMOTE.*or delete"):
-                open_tier(store, other, 10)
+                open_tier(store, StoreConfig(remote=other))
         (store.path / "remote" / "url").unlink()
-        assert open_tier(store, None, 10) is None
+        assert open_tier(store, StoreConfig()) is None
