@@ -182,7 +182,7 @@ def test_a_deletion_in_an_outage_is_remembered_and_done_later(tmp_path, bucket, 
         begin = time.monotonic()
         assert len(tier.delete_pending()) == 2
         assert time.monotonic() - begin < 3
-    with opened(tmp_path / "one", bucket, timeout_s=1) as (store, tier):  # another process, say
+    with opened(tmp_path / "one", bucket, timeout_s=5) as (store, tier):  # another process, say
         assert tier.num_pending_deletions == 2
         bucket.proxy.set("open")
         assert fetch(tier, make_key(1), make_key(2)) == 0  # although the bucket has them
