@@ -116,7 +116,7 @@ def print_ingest_report(report: "IngestReport") -> None:
 def _print_unreached(num_chunks: int) -> None:
     err.print(
         f"KV of {_chunks(num_chunks)} that was deleted may still be in store.remote, which can't be reached. It isn't "
-        "used; `ragkv serve`, `index` and `store delete` try again, and `ragkv store stats` shows what is left",
+        "used; `ragkv serve`, `index` and `ask` try again, and `ragkv store stats` shows what is left",
         style="yellow",
         soft_wrap=True,
     )
