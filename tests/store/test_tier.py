@@ -136,6 +136,7 @@ def test_a_damaged_object_is_a_miss_never_gets_a_name_and_is_replaced(one, other
     (name,) = [name for name in bucket.objects() if f"/{make_key(2).chunk_hash}/" in name]
     bucket.write(name, damages(store.entries.read(make_key(2)), store.entries.read(make_key(1)))[damage])
     assert len(tier.verify({make_key(n).chunk_hash for n in (1, 2)}).problems) == 1
+    assert its_tier.send() == 0  # it has listed what is there
     assert fetch(its_tier, make_key(2)) == 0
     assert its_tier.traffic.misses == {DAMAGED: 1}
     assert not list(there.entries) and not list(there.path.rglob("*.kv*"))
