@@ -46,26 +46,29 @@ class Fetcher:
     async def fetch(self, keys: Iterable[ChunkKey], longest_s: float | None = None) -> int:
         """Bring those of these entries that aren't stored and that the bucket has. Returns how many have come.
 
-        longest_s: how long to wait for them, which is not at all for those that aren't expected by then. They are
-        stored nevertheless when they come. None: until all have come, or failed.
+        longest_s: how long to wait for them, which is not at all for those that aren't expected by then, or that the
+        bucket didn't have when it was listed. They are stored nevertheless when they come. None: until all have come,
+        or failed.
         """
         missing = [key for key in dict.fromkeys(keys) if self._is_missing(key)]
         if self._remote.breaker.rests:
             self._miss(OUTAGE, len(missing))
             return 0
+        coming = {key: self._begin(key) for key in missing}
+        if longest_s is not None:  # what another machine has sent since is there for the next request
+            missing = [key for key in missing if self._contents.may_have(key)]
         num_awaited = len(missing) if longest_s is None else self.num_in_time(missing, longest_s)
-        coming = [self._begin(key) for key in missing]
-        waits = [asyncio.wrap_future(future) for future in coming[:num_awaited] if future is not None]
+        waits = [asyncio.wrap_future(future) for key in missing[:num_awaited] if (future := coming[key]) is not None]
         if waits:
             await asyncio.wait(waits, timeout=longest_s)
-        done = [future for future in coming if future is not None and future.done()]
-        self._miss(LATE, len(coming) - len(done))
+        done = [future for key in missing if (future := coming[key]) is not None and future.done()]
+        self._miss(LATE, len(missing) - len(done))
         return sum(not future.cancelled() and future.result() for future in done)
 
     def num_in_time(self, keys: Sequence[ChunkKey], longest_s: float) -> int:
         """Return how many of these entries, the first ones, can be expected so soon, behind all that is on its way."""
         with self._lock:
-            num_bytes = sum(map(self._expected_bytes, self._coming))
+            num_bytes = sum(self._expected_bytes(key) for key in self._coming if key not in keys)
         for count, key in enumerate(keys):
             num_bytes += self._expected_bytes(key)
             if self._remote.link.expected_s(num_bytes) > longest_s:

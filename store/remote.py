@@ -25,7 +25,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from ragkv.errors import ConfigError, RemoteError
 from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey
 
-REST_S = 10.0
+REST_S, LONGEST_REST_S = 10.0, 60.0
 PART_BYTES = 4 << 20  # of a larger object, read at a time
 _SUFFIX = f".v{FORMAT_VERSION}"
 _HASH_CHARS = 32  # of a chunk's hash in hexadecimal
@@ -38,10 +38,12 @@ _REMEMBERED_S = 10.0  # of reading
 
 
 class Breaker:
-    """Whether calls are worth a try: not for `REST_S` after one failed; then one of them finds out for the others."""
+    """Whether calls are worth a try: not for `REST_S` after one failed; then one of them finds out for the others, and
+    if it fails too, they rest for twice as long, up to `LONGEST_REST_S`."""
 
     def __init__(self) -> None:
-        self._lock, self._rests_until, self._problem = threading.Lock(), 0.0, ""
+        self._lock, self._problem = threading.Lock(), ""
+        self._rest_s, self._rests_until, self._is_trying = 0.0, 0.0, False
 
     def check(self) -> None:
         """Raise RemoteError if calls rest."""
@@ -50,7 +52,8 @@ class Breaker:
                 return
             if time.monotonic() < self._rests_until:
                 raise RemoteError(self._problem)
-            self._rests_until = time.monotonic() + REST_S  # for the others, until it is known what becomes of this one
+            self._is_trying = True
+            self._rests_until = time.monotonic() + self._rest_s  # for the others, until this one has found out
 
     @property
     def rests(self) -> bool:
@@ -58,11 +61,14 @@ class Breaker:
 
     def failed(self, problem: str) -> None:
         with self._lock:
-            self._problem, self._rests_until = problem, time.monotonic() + REST_S
+            if not self._problem or self._is_trying:  # else it began before the calls rested
+                self._rest_s = min(2 * self._rest_s, LONGEST_REST_S) if self._is_trying else REST_S
+                self._rests_until, self._is_trying = time.monotonic() + self._rest_s, False
+            self._problem = problem
 
     def succeeded(self) -> None:
         with self._lock:
-            self._problem = ""
+            self._problem, self._is_trying = "", False
 
 
 class Link:

@@ -77,6 +77,10 @@ class Contents:
         with self._lock:
             return self._sizes.get(key.chunk_hash, {}).get(key)
 
+    def may_have(self, key: ChunkKey) -> bool:
+        """Return whether the bucket may have an entry: it has, or wasn't listed."""
+        return self._listed_at is None or self.size(key) is not None
+
     def add(self, key: ChunkKey, size: int) -> None:
         with self._lock:
             self._sizes.setdefault(key.chunk_hash, {})[key] = size

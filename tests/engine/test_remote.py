@@ -29,6 +29,7 @@ SLOW = Profile(Policy.parse("none"), prefill=(20_000.0, 0.0, 0.0), fused=(0.0,) 
 @pytest.fixture
 def bucket(monkeypatch):
     monkeypatch.setattr(remote_module, "REST_S", 0.5)
+    monkeypatch.setattr(remote_module, "LONGEST_REST_S", 1.0)
     with s3_server() as port, new_bucket(port, monkeypatch) as bucket:
         yield bucket
 

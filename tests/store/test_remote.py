@@ -135,9 +135,23 @@ def test_after_the_rest_one_call_finds_out_for_the_others(monkeypatch):
     breaker.check()  # this one may try
     with pytest.raises(RemoteError, match="gone"):
         breaker.check()
+    breaker.failed("gone")
+    time.sleep(0.06)
+    assert breaker.rests  # for twice as long
+    time.sleep(0.05)
+    breaker.check()
     breaker.succeeded()
     breaker.check()
     assert not breaker.rests
+
+
+def test_calls_that_fail_together_are_one_outage(monkeypatch):
+    monkeypatch.setattr(remote_module, "REST_S", 0.05)
+    breaker = Breaker()
+    for _ in range(20):
+        breaker.failed("gone")
+    time.sleep(0.06)
+    breaker.check()
 
 
 def test_it_learns_how_fast_the_bucket_is(bucket):

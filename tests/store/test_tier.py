@@ -263,6 +263,19 @@ def test_a_slow_bucket_holds_nobody_up_and_what_comes_late_is_there_for_the_next
         wait_until(lambda: all(map(there.contains, keys)))
 
 
+def test_what_was_not_listed_is_not_waited_for_and_fetched_all_the_same(one, other, bucket):
+    (_, tier), (there, its_tier) = one, other
+    its_tier.send()  # lists what is there: nothing
+    tier.send()
+    bucket.proxy.set(bytes_per_s=1000)
+    begin = time.monotonic()
+    assert fetch(its_tier, make_key(1), longest_s=5) == 0
+    assert time.monotonic() - begin < 1 and not its_tier.traffic.misses.total()
+    bucket.proxy.set()
+    wait_until(lambda: there.contains(make_key(1)))
+    assert fetch(its_tier, make_key(2)) == 1  # an index run waits
+
+
 def test_a_few_come_in_time_where_all_would_be_late(tmp_path, bucket):
     keys = [make_key(n) for n in range(6)]
     with opened(tmp_path / "one", bucket) as (store, tier):
