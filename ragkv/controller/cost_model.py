@@ -13,7 +13,7 @@ import numpy as np
 
 from ragkv.policies import Policy
 
-WAIT_SHARE = 0.08  # of the time of full prefill, in which KV may come from a bucket
+WAIT_SHARE = 0.05  # of the time of full prefill, in which KV may come from a bucket
 _DOUBT = 1.05  # predictions err by a few percent, and being slower than vLLM is worse than missing a small gain
 
 

@@ -22,7 +22,7 @@ TEXTS = {
     "bridge": "The Akashi bridge spans 1,991 metres between two towers. It was opened in 1998 and links Kobe to Awaji.",
     "tea": "Darjeeling tea is picked four times a year. The first flush in March gives a light and floral cup.",
 }
-# As of a machine that takes 20 s for each prefill, so that an answer may wait for 1.6 s.
+# As of a machine that takes 20 s for each prefill, so that an answer may wait for 1 s.
 SLOW = Profile(Policy.parse("none"), prefill=(20_000.0, 0.0, 0.0), fused=(0.0,) * 6, cold_ms=0.0)
 
 
