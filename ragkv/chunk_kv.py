@@ -55,6 +55,21 @@ class ChunkKV:
         start = len(self._anchor)
         return Span(start, start + num_tokens, chunk_hash, self.anchor_hash, self._joined)
 
+    def keys(self, chunk_hash: str) -> list[ChunkKey]:
+        """Return the keys of the entries that a chunk ends with: after the anchor alone, then the mean, if it has one;
+        the mean only, if that holds both."""
+        alone = self.span(chunk_hash, 0)
+        spans = [self.averaged(alone)] if self._joined else [alone, self.averaged(alone)][: self.num_contexts]
+        return list(map(self.key, spans))
+
+    def best_key(self, span: Span) -> ChunkKey:
+        """Return the key of the entry that a prompt is best served with there, stored or not: the mean, if the chunk
+        has one and isn't the first."""
+        if span.end <= len(self._anchor):
+            return self.key(span)
+        first, *_, last = 2 * self.keys(span.chunk_hash)
+        return first if span.start <= len(self._anchor) else last
+
     def averaged(self, span: Span) -> Span:
         """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
         return replace(span, anchor_hash=self.mean_hash, mean_hash="")

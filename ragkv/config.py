@@ -91,6 +91,12 @@ class StoreConfig(Section):
     eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = "gdsf"
     """How the worth of KV is ranked: gdsf by uses times cost to recompute over size, with ageing; lru by last use; lfu
     by uses; lfuda by uses, with ageing"""
+    remote: str | None = None
+    """Bucket or shared folder behind the disk, for KV that several machines share: s3://BUCKET/PREFIX,
+    gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER ([how](deployment.md#one-bucket-for-many-machines)).
+    Default: none"""
+    remote_timeout_s: float = Field(10.0, gt=0, le=300)
+    """Longest time for a request to the bucket, in seconds; sending a chunk's KV may take six times as long"""
 
     @property
     def joins(self) -> bool:

@@ -29,6 +29,10 @@ class UnknownDocumentError(StoreError):
     """A name, or a tenant, that no document has."""
 
 
+class RemoteError(StoreError):
+    """A bucket, or shared folder, that can't be reached, or refuses what it is asked for."""
+
+
 class BusyError(StoreError):
     """Another process is changing the store; try again later."""
 

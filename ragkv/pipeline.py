@@ -15,7 +15,7 @@ from pathlib import Path
 from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Retrieved, Source, TokenOrigins
 from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, LogProbs, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
-from ragkv.controller.cost_model import Profile
+from ragkv.controller.cost_model import Profile, longest_wait_s
 from ragkv.controller.profile import ProfileFile, profile_machine
 from ragkv.conversation import Fitted, fit, in_one_turn, recent
 from ragkv.engine.engine import Engine
@@ -27,6 +27,7 @@ from ragkv.policies import FULL, Policy
 from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
 from ragkv.store.eviction import Hint
+from ragkv.store.tier import RemoteTier
 from ragkv.workspace import Search, Workspace
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,16 @@ class Pipeline:
                     pass
             await self.indexer.finish(scan, hint)
             scan.report.chunks_deleted += await self.indexer.delete_orphans()
-            return scan.report
+        await self._bring_up_to_date(scan.report, progress)
+        return scan.report
+
+    async def _bring_up_to_date(self, report: IngestReport, progress: Callable[[IngestProgress], None]) -> None:
+        """Delete and send what the bucket, if there is one, doesn't know of yet."""
+        tier = self.workspace.tier
+        if tier is not None:
+            report.chunks_unreached = len(await asyncio.to_thread(tier.delete_pending))
+            tell = lambda done, total: progress(IngestProgress("send", done, total, ""))  # noqa: E731
+            report.entries_unsent = await asyncio.to_thread(tier.send, tell)
 
     async def answer(self, asked: str | Conversation, options: AnswerOptions) -> AsyncGenerator[AnswerEvent, None]:
         """Answer from the indexed documents: `Retrieved`, `Reasoning` if the model thinks, `Delta`s, then the `Answer`.
@@ -133,6 +143,7 @@ class Pipeline:
             options = replace(options, max_tokens=min(options.max_tokens, left))
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
+            await self._fetch(fitted, options.policy, engine)
             generation: Generation | None = None
             while generation is None or self._is_rejected(generation, options):
                 options = options if generation is None else replace(options, policy=raised(options.policy))
@@ -163,6 +174,19 @@ class Pipeline:
             return asked, fit(layout, asked, self._search.hits(asked.questions, options.top_k), room)
         hits = self._search.hits(asked.questions, options.top_k, len(asked.turns))
         return asked, fit(layout, in_one_turn(layout, asked, hits[0], room), hits, room)
+
+    async def _fetch(self, fitted: Fitted, policy: Policy, engine: Engine) -> None:
+        """Bring KV from the bucket, if there is one, as far as it comes in a small part of the time that the request
+        takes without; the rest is there for the next request."""
+        if self.workspace.tier is None or not self.workspace.fuses or policy.is_full:
+            return
+        kv, store = self.workspace.chunk_kv(engine), self.workspace.store
+        task = kv.task(fitted.prompt, [hit.chunk.chunk_hash for hit in fitted.hits], policy, store)
+        wanted = {kv.best_key(span): span.end - span.start for span in task.spans}
+        num_missing = sum(num_tokens for key, num_tokens in wanted.items() if not store.contains(key))
+        if num_missing:
+            num_tokens = len(fitted.prompt.token_ids)
+            await self.workspace.fetch(wanted, longest_wait_s(self._router.profile, num_tokens, num_missing))
 
     def _origins(self, generation: Generation) -> TokenOrigins:
         texts = self.workspace.layout.token_texts(generation.request.prompt.token_ids)
@@ -265,6 +289,11 @@ class Pipeline:
         counters["engine_restarts"] = self.workspace.num_restarts
         restored = (self._restorer.num_restored, self._restorer.num_failed)
         return counters | dict(zip(RESTORE_EVENTS, restored, strict=True))
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        """The bucket behind the store, None if there is none."""
+        return self.workspace.tier
 
     @property
     def gauges(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from ragkv.background import Idle, Turns
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN, Config, RetrievalConfig
 from ragkv.engine.engine import Engine
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, StoreError
 from ragkv.home import NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.index.work import Draft
 from ragkv.prompt import PromptLayout
@@ -20,6 +20,8 @@ from ragkv.retriever.hashing import CONTEXTS, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
 from ragkv.retriever.retriever import Hit, Retriever, Scores, merged
+from ragkv.store.record import ChunkKey
+from ragkv.store.tier import open_tier
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Workspace:
     engine: None until vLLM has started. turns: of what precomputes chunks of documents that are in no catalogue yet, or
     deletes KV that no catalogue mentions. Raises ModelError for a missing model, StoreError for
     a home of another model or version, ConfigError for chunks that fit into no prompt.
+
+    tier: the bucket behind the store, None if there is none. It sends and deletes in a thread of its own.
     """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
@@ -73,12 +77,20 @@ class Workspace:
         self._scores: Scores | None = None
         if config.retrieval.reranker is not None:
             self._scores = Reranker(models.resolve(config.retrieval.reranker, self.home.path)).scores
-        self.store = self.home.open_store()
         self.engine: Engine | None = None
         self.num_restarts = 0
         self.idle = Idle(config.server.indexing_patience_s)
         self.turns = Turns(self.idle)
         self._starting = asyncio.Lock()
+        self.store = self.home.open_store(**config.store.options())
+        try:
+            is_quiet = lambda: self.idle.is_quiet  # noqa: E731
+            self.tier = open_tier(self.store, config.store, self._unneeded, is_quiet, self._is_final)
+        except (ConfigError, StoreError):
+            self.store.close()
+            raise
+        if self.tier is not None:
+            self.tier.start()
 
     def _check_chunk_tokens(self) -> None:
         config, limits = self.config, (self.config.model.max_model_len, models.context_length(self.folder))
@@ -105,6 +117,22 @@ class Workspace:
         """The hashes of all tenants' chunks that are being precomputed. Thread-safe."""
         return set().union(*(corpus.drafted for corpus in list(self._corpora.values())))
 
+    def _unneeded(self, chunk_hashes: Iterable[str]) -> set[str]:
+        """Return those of these chunks that no document of an open corpus has, nor any draft. Thread-safe."""
+        unneeded = set(chunk_hashes) - {self.anchor_hash}
+        for corpus in list(self._corpora.values()):
+            unneeded = corpus.unneeded(unneeded) if unneeded else unneeded
+        return unneeded
+
+    def _is_final(self, key: ChunkKey) -> bool:
+        """Return whether an entry stays: one after the anchor alone may only wait for its mean, which takes its place.
+        Thread-safe."""
+        return key.anchor_hash != self.anchor_hash or len(self.alone_hashes) == 1
+
+    async def fetch(self, keys: Iterable[ChunkKey], longest_s: float | None = None) -> int:
+        """Bring entries that aren't stored from the bucket, if there is one: see `RemoteTier.fetch`."""
+        return 0 if self.tier is None else await self.tier.fetch(keys, longest_s)
+
     def retriever(self, corpus: Corpus) -> Retriever:
         """Make a retriever. Each user needs its own, since it remembers questions."""
         embed, candidates = self.embedder.embed_question, self.config.retrieval.candidates
@@ -130,6 +158,8 @@ class Workspace:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.close()
+        if self.tier is not None:
+            await asyncio.to_thread(self.tier.close)
         self.store.close()
         for corpus in self._corpora.values():
             corpus.catalog.close()

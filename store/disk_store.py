@@ -7,7 +7,7 @@ Each entry is a file (`entries`), and the files tell what is stored; a table bes
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -59,6 +59,8 @@ class DiskStore:
         self.admin = StoreAdmin(path, self.entries, self._usage)
         self.control = StoreControl(path, self.entries, self._usage)
         self._last_change = 0  # of the files, when the pool was compared with them
+        # Called with the chunks that `delete` is about to delete, for who has copies of them.
+        self.before_delete: Callable[[Sequence[str]], None] | None = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         chunks = list(chunks)
@@ -124,6 +126,11 @@ class DiskStore:
 
     def contains(self, key: ChunkKey) -> bool:
         return self.entries.contains(key)
+
+    def remembers(self, key: ChunkKey) -> bool:
+        """Return whether the entry is stored, or was until it was evicted; not if it was deleted."""
+        with self._errors("read"), self._usage.writing():
+            return self._usage.knows(key)
 
     def in_memory(self, key: ChunkKey) -> bool:
         return key in self._pool
@@ -218,8 +225,10 @@ class DiskStore:
         When it returns, no file has them; a request that is just reading one reads it to the end. Copies in the memory
         of stores (this one's or another process's) are never returned again, and given up with the next request.
         """
-        num_deleted = 0
+        num_deleted, chunk_hashes = 0, list(chunk_hashes)
         with self._errors("delete from"), self._usage.writing():
+            if self.before_delete is not None:
+                self.before_delete(chunk_hashes)
             for chunk_hash in chunk_hashes:
                 keys = self.entries.keys_of(chunk_hash)
                 self.entries.delete(keys)

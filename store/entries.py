@@ -20,7 +20,7 @@ import xxhash
 
 from ragkv.files import sync_folder
 from ragkv.store.page_cache import cached_bytes
-from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey, CorruptRecordError
+from ragkv.store.record import FORMAT_VERSION, PREFIX_BYTES, ChunkKey, CorruptRecordError, check
 
 ALIGNMENT = 4096
 _MAGIC = b"RKVE"
@@ -59,6 +59,16 @@ def read_head(head: bytes, key: ChunkKey) -> tuple[int, ...]:
     if _checksum(head[: -_CHECKSUM.size]) != head[-_CHECKSUM.size :]:
         raise CorruptRecordError("its head is damaged")
     return struct.unpack_from(f"<{num_layers}I", head, _HEAD.size)
+
+
+def records_in(file: bytes, key: ChunkKey) -> list[memoryview]:
+    """Return the records in the bytes of an entry file. Raises CorruptRecordError unless all of them are the key's."""
+    lengths = read_head(file, key)
+    starts = accumulate(map(padded, lengths), initial=padded(head_bytes(len(lengths))))
+    records = [memoryview(file)[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+    for i, record in enumerate(records):
+        check(key.layer(i), record)
+    return records
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,13 @@ class EntryFolder:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         with closing(EntryFile(descriptor, key)) as file:
             return file.read_begin(num_bytes)
+
+    def read(self, key: ChunkKey) -> bytes | None:
+        """Return an entry's file as it is, unchecked, None if it isn't stored."""
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def is_cached(self, key: ChunkKey) -> bool:
         """Return whether all of an entry is in the page cache; doesn't wait for the disk.

@@ -18,6 +18,7 @@ ONLY_IN = {
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("ragkv/files.py", "retriever/catalog.py"),
+    "obstore": ("store/remote.py",),
     "lmdb": ("store/opening.py", "store/table.py", "store/usage.py"),
     "bm25s": ("retriever/keywords.py",),
     "sentence_transformers": ("retriever/encoders.py",),

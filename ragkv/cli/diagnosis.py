@@ -13,19 +13,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ragkv.config import Config, ServerConfig
-from ragkv.errors import ModelError
+from ragkv.config import Config, ServerConfig, StoreConfig
+from ragkv.errors import ConfigError, ModelError, RagKVError
 from ragkv.machine import CPUINFO, cpu_flags, native_dtype
 
 PYTHONS = ((3, 11), (3, 14))  # from, below
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 MIN_FREE_DISK_GIB = 2.0
 MIN_THINKING_TOKENS = 1024  # with fewer most answers end before they have begun
+MAX_REMOTE_S = 3.0  # for the bucket to answer
 WEIGHTS_AND_CODE_GIB = 1.5  # taken by the embedded models, torch and vLLM, besides the KV cache
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 NATIVE_KERNELS = Path(__file__).parent.parent / "kernels" / "native"
@@ -65,6 +66,7 @@ def diagnose(config: Config) -> dict[str, Finding]:
         "chat template": lambda: chat_template(config, home),
         "embedder": lambda: model(config.index.embedder, home),
         "store": lambda: store(home / "kv"),
+        "remote": lambda: remote(config.store, home / "kv"),
         "port": lambda: port(config.server),
     }
     findings = {}
@@ -266,6 +268,27 @@ def store(folder: Path) -> Finding:
         with suppress(OSError):  # deleted meanwhile
             size += file.stat().st_blocks * 512  # what is allocated: a sparse file's length says little
     return Finding(True, f"{size / GIB:.2f} GiB in {folder}")
+
+
+def remote(settings: StoreConfig, folder: Path) -> Finding:
+    """Check that the bucket behind the store answers, if there is one: this is the only check that uses the network."""
+    marker = folder / "remote" / "url"  # as `ragkv.store.tier` has it, whose imports take seconds
+    known = marker.read_text().strip() if marker.exists() else None
+    if settings.remote is None:
+        if known is None:
+            return Finding(True, "none; KV stays on this machine")
+        return Finding(
+            False, f"store.remote isn't set, but {folder} is shared in {known}", f"set it, or delete {marker}"
+        )
+    from ragkv.store.remote import Remote
+
+    try:
+        with closing(Remote(settings.remote, min(settings.remote_timeout_s, MAX_REMOTE_S))) as bucket:
+            bucket.check()
+    except RagKVError as error:
+        remedy = "see docs/deployment.md for the variables that it needs; until then KV comes from this machine alone"
+        return Finding(False if isinstance(error, ConfigError) else None, str(error), remedy)
+    return Finding(True, f"{settings.remote} answers")
 
 
 def port(server: ServerConfig) -> Finding:

@@ -15,11 +15,12 @@ from ragkv.cli import output
 from ragkv.cli.options import AsJson, ConfigFile, Tenant
 from ragkv.cli.output import err, out
 from ragkv.config import MAIN, Config, load_config, read_sources
-from ragkv.errors import StoreError
+from ragkv.errors import ConfigError, StoreError
 from ragkv.files import atomic_write
 
 if TYPE_CHECKING:
     from ragkv.store.disk_store import DiskStore
+    from ragkv.store.tier import RemoteTier
 
 T = TypeVar("T")
 _STREAM = Path("-")
@@ -27,15 +28,27 @@ _STREAM = Path("-")
 
 def stats(config: Config, as_json: AsJson = False) -> None:
     """Show how many chunks and records the store holds, their codecs and their size."""
-    with open_store(config) as kv:
+    with open_store(config) as kv, _tier(config, kv) as tier:
         counts, codecs = kv.admin.stats(), kv.admin.codecs()
-    show({**asdict(counts), "codecs": codecs}, as_json, lambda _: output.print_stats(counts, codecs))
+        remote = None if tier is None else tier.status()
+    fields = {**asdict(counts), "codecs": codecs, "remote": remote}
+    show(fields, as_json, lambda _: output.print_stats(counts, codecs, remote))
 
 
-def verify(config: Config, as_json: AsJson = False) -> None:
+def verify(
+    config: Config,
+    remote: Annotated[bool, typer.Option("--remote", help="Check what is in store.remote instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Read and check every record. Exits with status 1 if something is wrong."""
     with open_store(config) as kv, err.status("checking every record"):
-        verification = kv.admin.verify()
+        if remote:
+            with _tier(config, kv) as tier:
+                if tier is None:
+                    raise _no_remote()
+                verification = tier.verify(_own_chunks(config, kv))
+        else:
+            verification = kv.admin.verify()
     show(verification, as_json, output.print_verification)
     if verification.problems:
         raise typer.Exit(1)
@@ -56,20 +69,29 @@ def delete(
     from ragkv.home import Home
     from ragkv.index.deletion import delete_documents
 
-    deletion = delete_documents(Home(config.home), documents, tenant)
+    deletion = delete_documents(Home(config.home), documents, tenant, config.store)
     show(deletion, as_json, output.print_deletion)
 
 
 def gc(
     config: Config,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Also delete what this home doesn't use from store.remote: only if no other home uses that.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
     from ragkv.home import Home
     from ragkv.index.deletion import collect_garbage
 
-    garbage = collect_garbage(Home(config.home), dry_run=dry_run)
+    if remote and config.store.remote is None:
+        raise _no_remote()
+    garbage = collect_garbage(Home(config.home), config.store, dry_run=dry_run, remote=remote)
     show(garbage, as_json, partial(output.print_garbage, dry_run=dry_run))
 
 
@@ -182,6 +204,26 @@ def open_store(config: Config) -> Iterator["DiskStore"]:
         raise StoreError(f"there is no KV store in {home.path}; `ragkv index PATH` makes one")
     with closing(home.open_store()) as kv:
         yield kv
+
+
+@contextmanager
+def _tier(config: Config, kv: "DiskStore") -> Iterator["RemoteTier | None"]:
+    from ragkv.store.tier import open_tier
+
+    tier = open_tier(kv, config.store)
+    with nullcontext() if tier is None else closing(tier):
+        yield tier
+
+
+def _no_remote() -> ConfigError:
+    return ConfigError("store.remote isn't set: name the bucket or the shared folder (RAGKV_STORE__REMOTE)")
+
+
+def _own_chunks(config: Config, kv: "DiskStore") -> set[str]:
+    """Return the chunks whose KV in the bucket is this home's: those of its documents, and what else it has KV of."""
+    from ragkv.home import Home
+
+    return Home(config.home).chunk_hashes() | set(kv.chunk_hashes(evicted=True))
 
 
 @contextmanager

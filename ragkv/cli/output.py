@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from ragkv.index.deletion import Deletion, Garbage
     from ragkv.index.work import IngestProgress, IngestReport
     from ragkv.store.admin import StoreStats, Verification
+    from ragkv.store.tier import RemoteStatus
     from ragkv.store.transfer import Transfer
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Precomputing KV"}
+STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Precomputing KV", "send": "Sending KV"}
 MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
 PROFILE_BUDGET = 0.05
 MIB = 1 << 20
@@ -99,9 +100,26 @@ def print_ingest_report(report: "IngestReport") -> None:
     changes = ("new", "changed", "unchanged", "removed")
     counts = {name: getattr(report, f"documents_{name}") for name in changes} | {"rejected": len(report.rejected)}
     documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
-    out.print(f"Documents: {documents}. Chunks prefilled: {report.chunks_prefilled}.")
+    fetched = f" Entries fetched: {report.entries_fetched}." if report.entries_fetched else ""
+    out.print(f"Documents: {documents}. Chunks prefilled: {report.chunks_prefilled}.{fetched}")
+    if report.entries_unsent:
+        num_entries = f"{report.entries_unsent:,} entr{'y' if report.entries_unsent == 1 else 'ies'}"
+        err.print(
+            f"{num_entries} not sent to store.remote yet; the next run sends the rest", style="yellow", soft_wrap=True
+        )
+    if report.chunks_unreached:
+        _print_unreached(report.chunks_unreached)
     for error in report.rejected:
         out.print(f"rejected: {error}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _print_unreached(num_chunks: int) -> None:
+    err.print(
+        f"KV of {_chunks(num_chunks)} that was deleted may still be in store.remote, which can't be reached. It isn't "
+        "used; `ragkv serve`, `index` and `ask` try again, and `ragkv store stats` shows what is left",
+        style="yellow",
+        soft_wrap=True,
+    )
 
 
 def print_cut(answer: "Answer") -> None:
@@ -196,12 +214,16 @@ def print_profile(profile: "Profile") -> None:
     out.print(f"KV from disk instead of memory: {profile.cold_ms:,.1f} ms more per thousand tokens")
 
 
-def print_stats(stats: "StoreStats", codecs: Mapping[str, int]) -> None:
+def print_stats(stats: "StoreStats", codecs: Mapping[str, int], remote: "RemoteStatus | None") -> None:
     out.print(f"chunks       {stats.num_chunks:,}")
     out.print(f"records      {stats.num_records:,} (one for each chunk and layer)")
     out.print(f"codecs       {', '.join(f'{name} {count:,}' for name, count in codecs.items()) or 'none'}")
     out.print(f"KV           {stats.size_bytes / MIB:,.1f} MiB")
     out.print(f"disk         {stats.file_bytes / MIB:,.1f} MiB")
+    if remote is not None:
+        pending = f"; {_chunks(remote.pending_deletions)} to be deleted there" if remote.pending_deletions else ""
+        state = "answers" if remote.problem is None else f"doesn't answer: {remote.problem}"
+        out.print(f"remote       {remote.url} {state}{pending}", markup=False, soft_wrap=True)
 
 
 def print_deletion(deletion: "Deletion") -> None:
@@ -209,6 +231,8 @@ def print_deletion(deletion: "Deletion") -> None:
         out.print(f"deleted {document}", markup=False, soft_wrap=True)
     shared = f"; {deletion.num_shared:,} kept, other documents share them" if deletion.num_shared else ""
     out.print(f"KV of {_chunks(deletion.num_chunks)} deleted, {deletion.size_bytes / MIB:,.1f} MiB{shared}")
+    if deletion.num_unreached:
+        _print_unreached(deletion.num_unreached)
 
 
 def print_garbage(garbage: Sequence["Garbage"], dry_run: bool) -> None:

@@ -71,7 +71,8 @@ class Indexer:
             yield scan.report
 
     async def delete(self, ids: Collection[str]) -> Deletion:
-        """Delete these documents with their vectors and KV: none of them is on disk when it returns.
+        """Delete these documents with their vectors and KV: none of them is on disk or, unless the deletion says so, in
+        the bucket when it returns.
 
         Waits for a turn to end if one of them is being indexed. Raises BusyError if another process is changing the
         home.
@@ -84,7 +85,7 @@ class Indexer:
                     draft.dropped = True
                     await asyncio.to_thread(self._forget, [piece.chunk_hash for piece in draft.pieces])
                 store, kept = self._workspace.store, self._corpus.drafted
-                return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept)
+                return await asyncio.to_thread(delete_for_good, self._catalog, store, ids, kept, self._workspace.tier)
 
     async def precompute(self, scan: Scan) -> AsyncGenerator[None, None]:
         """Precompute the KV of a scan's documents and enter them into the catalogue. Yields between two turns."""
@@ -221,10 +222,12 @@ class Indexer:
     async def _precompute_anchor(self) -> None:
         engine = await self._workspace.start()
         if self._workspace.fuses:
-            await self._workspace.chunk_kv(engine).precompute_anchor(engine, self._workspace.store)
+            kv = self._workspace.chunk_kv(engine)
+            await self._workspace.fetch([kv.key(kv.anchor_span)])
+            await kv.precompute_anchor(engine, self._workspace.store)
 
     async def precompute_again(self, chunk_hash: str) -> bool:
-        """Precompute what KV of one chunk, or of the anchor, is missing; return False if no document has the chunk.
+        """Fetch or precompute what KV of one chunk, or of the anchor, is missing; return False if no document has it.
 
         Raises StoreError if there is no space.
         """
@@ -236,6 +239,7 @@ class Indexer:
             return False
         engine = await self._workspace.start()
         kv, chunks = self._workspace.chunk_kv(engine), {chunk_hash: chunk.token_ids}
+        await self._workspace.fetch(kv.keys(chunk_hash))
         _, vectors = self._catalog.vectors([chunk.id])
         lengths = {chunk_hash: len(chunk.token_ids)}
         contexts = await asyncio.to_thread(draw_contexts, self._corpus, kv, [0], [chunk_hash], lengths, vectors)

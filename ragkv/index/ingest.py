@@ -148,6 +148,8 @@ class Ingest:
             if self._workspace.fuses:
                 kv, chunks = self._workspace.chunk_kv(engine), {p.chunk_hash: p.chunk.token_ids for p in pieces}
                 advance = self._advance(pieces)
+                keys = [key for chunk_hash in chunks for key in kv.keys(chunk_hash)]
+                self._report.entries_fetched += await self._workspace.fetch(keys)
                 self._report.chunks_prefilled += await kv.precompute_alone(engine, store, chunks, advance)
 
     async def _each(

@@ -15,7 +15,7 @@ SMALL_CHARS = 16_000  # of what is indexed also beside answers: some ten chunks
 @dataclass(frozen=True)
 class IngestProgress:
     """How far a stage is: `done` of `total` items. "load" counts files; "prefill" counts (chunk, context) pairs, their
-    total estimated by the length of what isn't cut yet.
+    total estimated by the length of what isn't cut yet; "send" counts entries on their way to the bucket.
 
     item: the file's name or the document's title; "" where it is none in particular.
     """
@@ -31,7 +31,11 @@ ReportProgress = Callable[[IngestProgress], None]
 
 @dataclass
 class IngestReport:
-    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept."""
+    """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept.
+
+    Of the bucket behind the store, if there is one: entries that came from it, entries that aren't in it yet, and
+    chunks whose deletion it hasn't heard of.
+    """
 
     documents_new: int = 0
     documents_changed: int = 0
@@ -39,6 +43,9 @@ class IngestReport:
     documents_removed: int = 0
     chunks_prefilled: int = 0
     chunks_deleted: int = 0
+    entries_fetched: int = 0
+    entries_unsent: int = 0
+    chunks_unreached: int = 0
     rejected: list[str] = field(default_factory=list)
 
 

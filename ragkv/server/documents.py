@@ -185,7 +185,9 @@ async def delete_document(tenant: CurrentTenant, name: str) -> NamedDeletion:
     if not ids:
         raise _no_document(name)
     deletion = await tenant.pipeline.indexer.delete(ids)
-    return NamedDeletion(sorted(ids), deletion.num_chunks, deletion.num_shared, deletion.size_bytes, name)
+    return NamedDeletion(
+        sorted(ids), deletion.num_chunks, deletion.num_shared, deletion.size_bytes, deletion.num_unreached, name
+    )
 
 
 @router.post("/search", responses=errors(400, 408, 422, 429))

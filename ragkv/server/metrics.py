@@ -2,14 +2,17 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ragkv.answer import Answer
 from ragkv.background import Drift
+from ragkv.store.fetching import MISSES
+from ragkv.store.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,31 @@ class Metrics:
         if answer.plan is not None:
             self.plans.labels(answer.plan.way).inc()
             self.accuracy.labels(answer.plan.way).observe(timings.ttft_ms / answer.plan.predicted_ms)
+
+
+def remote_metrics(tier: RemoteTier) -> Iterator[Metric]:
+    """Yield what went between the store and its bucket, and how the bucket is."""
+    traffic = tier.traffic
+    counts = {
+        "entries": ("Entries read from the bucket and sent to it", traffic.entries_read, traffic.entries_sent),
+        "bytes": ("Their bytes", traffic.bytes_read, traffic.bytes_sent),
+    }
+    for name, (text, read, sent) in counts.items():
+        family = CounterMetricFamily(f"ragkv_remote_{name}", text, labels=["direction"])
+        family.add_metric(["read"], read)
+        family.add_metric(["sent"], sent)
+        yield family
+    misses = CounterMetricFamily("ragkv_remote_misses", "Entries that didn't come, by reason", labels=["reason"])
+    for reason in MISSES:
+        misses.add_metric([reason], traffic.misses[reason])
+    yield misses
+    gauges = {
+        "up": ("1 unless calls rest after an outage", not tier.remote.breaker.rests),
+        "pending_deletions": ("Chunks deleted here that the bucket still has", tier.num_pending_deletions),
+        "unsent_entries": ("Entries that the bucket lacks", tier.num_unsent),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"ragkv_remote_{name}", text, value)
 
 
 def without_numbers(reason: str) -> str:

@@ -21,7 +21,7 @@ from ragkv.background import RESTORE_EVENTS
 from ragkv.config import MAIN, Config, TenantConfig
 from ragkv.errors import DeadlineError, OverloadedError, StoreError
 from ragkv.index.uploads import Uploads
-from ragkv.server.metrics import Metrics, without_numbers
+from ragkv.server.metrics import Metrics, remote_metrics, without_numbers
 from ragkv.server.telemetry import trace_answer
 from ragkv.server.wire import STATUSES
 
@@ -207,6 +207,8 @@ class Tenants(Collector):
         for event, count in counts.items():
             family.add_metric([event], count)
         yield family
+        if (tier := self.main.pipeline.remote) is not None:
+            yield from remote_metrics(tier)
         try:
             gauges = self.main.pipeline.gauges
         except StoreError as error:  # the other metrics are reported all the same

@@ -22,7 +22,7 @@ import ragkv
 from ragkv import cli
 from ragkv.answer import Answer, Delta, Reasoning, Source, Timings, Usage
 from ragkv.cli import engine_commands, output
-from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.evals import tables
 from ragkv.home import Home, Owner
 from ragkv.index.work import IngestProgress, IngestReport
@@ -31,6 +31,7 @@ from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
+from ragkv.store.tier import open_tier
 
 HEAVY = ("torch", "vllm", "transformers", "sentence_transformers", "fastapi", "ragkv.pipeline")
 
@@ -521,3 +522,77 @@ def test_what_a_model_thinks_is_shown_apart_from_its_answer(capsys) -> None:
 def test_an_answer_that_used_up_its_tokens_says_how_to_get_more(capsys, text, what) -> None:
     output.print_cut(Answer(text, [], Policy("full"), Usage(1, 0, 0, 1, 128), Timings(), "length"))
     assert capsys.readouterr().err == f"{what} after 128 tokens; --max-tokens allows more\n"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, indexed_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which all that the home has is: three chunks, one of them a document's."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    monkeypatch.setenv("RAGKV_STORE__REMOTE", folder.as_uri())
+    with closing(Home(indexed_home).open_store()) as store:
+        tier = open_tier(store, Config().store)
+        assert tier is not None and tier.send() == 0
+        tier.close()
+    return folder
+
+
+def test_store_stats_tell_of_the_bucket(shared: Path) -> None:
+    remote = json.loads(invoke("store", "stats", "--json")[1])["remote"]
+    assert remote == {"url": shared.as_uri(), "problem": None, "pending_deletions": 0}
+    assert f"remote       {shared.as_uri()} answers\n" in invoke("store", "stats")[1]
+    (Path(os.environ["RAGKV_HOME"]) / "kv" / "remote" / "deletions" / ("0" * 32)).touch()
+    assert "answers; 1 chunk to be deleted there" in invoke("store", "stats")[1]
+
+
+def test_store_verify_remote_reads_the_bucket(shared: Path) -> None:
+    assert invoke("store", "verify", "--remote") == (0, "9 records checked, no problems\n", "")
+    file = next(path for path in shared.rglob("*.v5"))
+    data = bytearray(file.read_bytes())
+    data[4300] ^= 1
+    file.write_bytes(data)
+    code, out, _ = invoke("store", "verify", "--remote")
+    assert code == 1 and f"in {shared.as_uri()}: checksum mismatch" in out and "6 records checked, 1 problem\n" in out
+    assert invoke("store", "verify") == (0, "9 records checked, no problems\n", "")
+
+
+def test_commands_refuse_to_run_without_the_bucket_that_the_home_has(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAGKV_STORE__REMOTE")
+    for command in (["stats"], ["gc"], ["verify", "--remote"], ["delete", "/papers/bees.md"]):
+        assert f"is also in {shared.as_uri()}" in errors("store", *command)[0]
+
+
+def test_store_delete_reaches_the_bucket(shared: Path) -> None:
+    assert len(list(shared.rglob("*.v5"))) == 3
+    code, out, err = invoke("store", "delete", "/papers/bees.md")
+    assert (code, err) == (0, "") and "KV of 1 chunk deleted" in out
+    assert len(list(shared.rglob("*.v5"))) == 2
+
+
+def test_store_gc_reaches_the_bucket(shared: Path) -> None:
+    stranger = shared / ("5" * 32) / f"{'6' * 64}00000002.v5"
+    stranger.parent.mkdir()
+    stranger.write_bytes(b"x")  # of another home
+    assert invoke("store", "gc")[0] == 0
+    assert len(list(shared.rglob("*.v5"))) == 2  # what no document has went from both
+    out = invoke("store", "gc", "--remote", "--dry-run")[1]
+    assert f"1 chunk, 0.0 MiB: no document has it, in {shared.as_uri()}\n" in out and stranger.exists()
+    assert invoke("store", "gc", "--remote")[0] == 0
+    assert len(list(shared.rglob("*.v5"))) == 1 and not stranger.exists()
+
+
+def test_what_needs_a_bucket_says_so(filled_home: Path) -> None:
+    for command in ("verify", "gc"):
+        assert errors("store", command, "--remote") == [
+            "store.remote isn't set: name the bucket or the shared folder (RAGKV_STORE__REMOTE)"
+        ]
+
+
+def test_an_ingest_tells_what_the_bucket_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_ingest_report(IngestReport(documents_new=1, entries_fetched=3, entries_unsent=2, chunks_unreached=1))
+    out, err = capsys.readouterr()
+    assert out == "Documents: 1 new. Chunks prefilled: 0. Entries fetched: 3.\n"
+    assert "2 entries not sent to store.remote yet; the next run sends the rest" in err
+    assert "KV of 1 chunk that was deleted may still be in store.remote" in err

@@ -14,7 +14,7 @@ import pytest
 from ragkv import machine as hardware
 from ragkv.cli import diagnosis as doctor
 from ragkv.cli.diagnosis import Finding, diagnose
-from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig
+from ragkv.config import EMBEDDED_MODEL, Config, ServerConfig, StoreConfig
 
 GPU = "NVIDIA H200, 143771 MiB, 580.0"
 
@@ -274,6 +274,22 @@ def test_store(tmp_path: Path) -> None:
     with (tmp_path / "kv" / "data.mdb").open("wb") as file:
         file.truncate(1 << 40)  # a hole takes no space
     assert doctor.store(tmp_path / "kv").detail.startswith("0.00 GiB")
+
+
+def test_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.remote(StoreConfig(), tmp_path / "kv") == Finding(True, "none; KV stays on this machine")
+    assert doctor.remote(StoreConfig(remote=tmp_path.as_uri()), tmp_path / "kv").ok is True
+    assert doctor.remote(StoreConfig(remote="ftp://there"), tmp_path / "kv").ok is False
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    for name, value in {"ENDPOINT": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    found = doctor.remote(StoreConfig(remote="s3://there"), tmp_path / "kv")
+    assert found.ok is None and "can't list s3://there" in found.detail and found.remedy
+    (tmp_path / "kv" / "remote").mkdir(parents=True)
+    (tmp_path / "kv" / "remote" / "url").write_text("s3://there\n")
+    found = doctor.remote(StoreConfig(), tmp_path / "kv")
+    assert found.ok is False and "is shared in s3://there" in found.detail
 
 
 def test_port() -> None:

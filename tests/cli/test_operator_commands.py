@@ -9,6 +9,7 @@ from operator_home import DOCUMENTS, ENTRY_BYTES, OTHER_MODEL, key_of, make_home
 from typer.testing import CliRunner
 
 from ragkv import cli
+from ragkv.cli import output
 from ragkv.errors import RagKVError
 
 BEES, TEA = "/papers/bees.md", "/papers/tea.md"
@@ -18,7 +19,7 @@ GIB = 1 << 30
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAGKV_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(output.out, "_width", 200)  # pytest-xdist has set COLUMNS before it was made
     return make_home(tmp_path / "home")
 
 
@@ -147,8 +148,8 @@ def test_health(home, monkeypatch) -> None:
     assert "of 1,024.0 MiB (store.disk_gib)" in out and "never (`ragkv store verify`)" in out
     invoke("verify")
     assert "20 records, no problems" in invoke("health")[1]
-    (home.kv / "v4" / "new").rmdir()
-    (home.kv / "v4" / "new").touch()
+    (home.kv / "v5" / "new").rmdir()
+    (home.kv / "v5" / "new").touch()
     code, out, _ = invoke("health")
     assert code == 1 and out.splitlines()[1].split() == ["writable", "no"] and "can't open the KV store" in out
     code, out, _ = invoke("health", "--json")

@@ -70,7 +70,7 @@ def test_settings_in_force_are_toml_with_where_each_is_set(tmp_path: Path, monke
     monkeypatch.setenv("RAGKV_STORE__DISK_GIB", "50")
     shown = show("--config", file)
     lines = shown.splitlines()
-    assert 'codec = "raw" # default' in lines
+    assert 'codec = "int8" # default' in lines
     assert "disk_gib = 50.0 # in the environment" in lines  # not the file's 7
     assert f"memory_gib = 4.0 # in {file}" in lines
     assert "# max_model_len is not set" in lines

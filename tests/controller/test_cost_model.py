@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragkv.controller.cost_model import Chunk, Load, Profile, Sample, plan
+from ragkv.controller.cost_model import WAIT_SHARE, Chunk, Load, Profile, Sample, longest_wait_s, plan
 from ragkv.controller.profile import ProfileFile
 from ragkv.policies import Policy, Selection
 
@@ -125,3 +125,11 @@ def test_a_file_that_is_damaged_is_as_none(tmp_path, text):
     assert kept.load() is None
     kept.save(PROFILE)
     assert kept.load() == PROFILE
+
+
+def test_a_request_waits_for_a_bucket_for_a_small_part_of_what_prefill_takes():
+    profile = Profile(Policy.parse("none"), prefill=(0.0, 1000.0, 0.0), fused=(0.0,) * 6, cold_ms=0.0)
+    assert longest_wait_s(profile, 4000, 3000) == pytest.approx(4 * WAIT_SHARE)
+    assert longest_wait_s(profile, 4000, 40) == pytest.approx(0.04)  # where little is missing, little is gained
+    assert longest_wait_s(None, 4000, 3000) == 0
+    assert WAIT_SHARE < 0.1

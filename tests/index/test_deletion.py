@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from ragkv.config import StoreConfig
 from ragkv.engine.task import ROOT_HASH
-from ragkv.errors import ConfigError, StoreError
+from ragkv.errors import ConfigError, RemoteError, StoreError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home, Owner
 from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, collect_garbage, delete_documents
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import CONTEXTS, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
 from ragkv.store.record import ChunkKey, LayerKV
+from ragkv.store.remote import Remote
+from ragkv.store.tier import open_tier
 
 ANCHOR, MODEL = chunk_hash([1, 2, 3]), f"{8:032x}"
 AVERAGE = mean_hash(ANCHOR, CONTEXTS, 4)
@@ -224,3 +227,28 @@ def test_imported_before_anything_is_indexed_is_no_garbage(home):
         collect_garbage(other)
     with closing(other.open_store()) as store:
         assert store.contains(make_key("wax"))
+
+
+def test_a_deletion_in_the_bucket_is_done_or_said_and_tried_again(home, folder, tmp_path, monkeypatch):
+    (tmp_path / "bucket").mkdir()
+    settings = StoreConfig(remote=(tmp_path / "bucket").as_uri())
+    with closing(home.open_store()) as store, closing(open_tier(store, settings)) as tier:
+        assert tier.send() == 0
+    num_objects = len(list((tmp_path / "bucket").rglob("*.v5")))
+    with pytest.raises(StoreError, match="is also in .*bucket, and store.remote is not set"):
+        delete_documents(home, [str(folder / "bees.md")])
+    assert "bees.md" in state_of(home)[0]
+
+    def unreachable(self, chunk_hash):
+        raise RemoteError("the bucket is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Remote, "delete_chunk", unreachable)
+        deletion = delete_documents(home, [str(folder / "bees.md")], settings=settings)
+    assert (deletion.num_chunks, deletion.num_unreached) == (1, 1)
+    assert len(list((tmp_path / "bucket").rglob("*.v5"))) == num_objects
+    deletion = delete_documents(home, [str(folder / "tea.md")], settings=settings)
+    assert (deletion.num_chunks, deletion.num_unreached) == (2, 0)  # "shared" is nobody's now
+    with closing(home.open_store()) as store, closing(open_tier(store, settings)) as tier:
+        assert tier.num_pending_deletions == 1 and not tier.delete_pending()
+        assert {key for key, _ in tier.remote.sizes()} == set(store.entries)

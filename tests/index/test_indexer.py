@@ -31,9 +31,14 @@ class Words:
 class OneCorpus(SimpleNamespace):
     """A workspace of one corpus."""
 
+    tier = None
+
     @property
     def drafted(self):
         return self.corpus.drafted
+
+    async def fetch(self, keys):
+        return 0
 
 
 class KV:
@@ -44,8 +49,16 @@ class KV:
     def __init__(self):
         self.chunks, self.contexts = {}, {}
 
+    anchor_span = None
+
     def span(self, chunk_hash, num_tokens):
         return chunk_hash, num_tokens
+
+    def keys(self, chunk_hash):
+        return [chunk_hash]
+
+    def key(self, span):
+        return span
 
     async def precompute_anchor(self, engine, store):
         pass

@@ -87,7 +87,7 @@ class ParagraphIndexer:
 
     async def delete(self, ids):
         num_chunks = sum(len(self._catalog.document_chunks(id)) for id in ids)
-        return Deletion([id for id in ids if self._catalog.delete_document(id)], num_chunks, 0, 1000 * num_chunks)
+        return Deletion([id for id in ids if self._catalog.delete_document(id)], num_chunks, 0, 1000 * num_chunks, 0)
 
     def document_chunks(self, document_id):
         return [(chunk, True) for chunk in self._catalog.document_chunks(document_id)]
@@ -102,6 +102,8 @@ class ScriptedPipeline:
         self.defaults = CONFIG.answer
         self.canary = Canary(CONFIG.canary, self.defaults.budget, Idle(60), self.score)
         self.play(script)
+
+    remote = None
 
     def play(self, script=SCRIPT) -> None:
         self.is_ready = True

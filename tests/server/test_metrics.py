@@ -1,16 +1,21 @@
 """`/metrics` after requests of each outcome, as Prometheus' own parser reads it."""
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import ANSWER, SCRIPT
 
 from ragkv.background import Drift
-from ragkv.config import MAIN
+from ragkv.config import MAIN, StoreConfig
 from ragkv.errors import ContextTooLongError, StoreError
 from ragkv.policies import Policy
+from ragkv.store.disk_store import DiskStore
+from ragkv.store.record import ChunkKey, LayerKV
+from ragkv.store.tier import open_tier
 
 QUESTION = {"question": "who?"}
 
@@ -69,6 +74,33 @@ def test_a_store_that_cannot_be_counted_hides_nothing_else(pipeline, client) -> 
         del type(pipeline).gauges
         pipeline.gauges = before
     assert found["ragkv_ready",] == 1 and not any(name[0].startswith("ragkv_store_") for name in found)
+
+
+def test_the_bucket_is_counted(pipeline, client, tmp_path) -> None:
+    assert not any(name[0].startswith("ragkv_remote_") for name in samples(client))
+    (tmp_path / "bucket").mkdir()
+    with closing(DiskStore(tmp_path / "kv")) as store:
+        pipeline.remote = open_tier(store, StoreConfig(remote=(tmp_path / "bucket").as_uri()))
+        try:
+            key = ChunkKey("1" * 32, "2" * 32, "3" * 32, heads=(0, 2))
+            store.put([(key, [LayerKV(torch.ones(2, 5, 8), torch.ones(2, 5, 8), base_position=0)])])
+            assert pipeline.remote.send() == 0
+            store.delete_keys([key])
+            absent = ChunkKey("4" * 32, "2" * 32, "3" * 32, heads=(0, 2))
+            assert asyncio.run(pipeline.remote.fetch([key, absent])) == 1
+            size = store.entries.size(key)
+            store.delete([key.chunk_hash])
+            pipeline.remote.remote.breaker.failed("gone")
+            found = samples(client)
+        finally:
+            pipeline.remote.close()
+            pipeline.remote = None
+    for direction in ("read", "sent"):
+        assert found["ragkv_remote_entries_total", direction] == 1
+        assert found["ragkv_remote_bytes_total", direction] == size
+    misses = [found["ragkv_remote_misses_total", reason] for reason in ("absent", "late", "outage", "damaged")]
+    assert misses == [1, 0, 0, 0]
+    assert (found["ragkv_remote_up",], found["ragkv_remote_pending_deletions",]) == (0, 1)
 
 
 def test_drift_is_counted(pipeline, client) -> None:

@@ -247,10 +247,10 @@ def test_health_has_the_status_of_the_store(client, store, monkeypatch) -> None:
     assert found["readable"] and found["writable"] and found["problems"] == []
     assert (found["used_bytes"], found["pinned_bytes"]) == (10 * ENTRY_BYTES, ENTRY_BYTES)
     assert client.head("/v1/store/health").status_code == 200
-    (store.path / "v4" / "new").rename(store.path / "gone")
+    (store.path / "v5" / "new").rename(store.path / "gone")
     response = client.get("/v1/store/health")
     assert response.status_code == 503 and "can't write to the KV store" in response.json()["problems"][0]
-    (store.path / "gone").rename(store.path / "v4" / "new")
+    (store.path / "gone").rename(store.path / "v5" / "new")
     assert client.get("/v1/store/health").status_code == 200
 
 

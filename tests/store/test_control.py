@@ -240,7 +240,7 @@ def test_recoding_that_fails_leaves_what_was(store, monkeypatch):
         with pytest.raises(StoreError, match="can't write to the KV store"):
             store.control.recode(key, INT8)
     assert store.entries.path(key).read_bytes() == before and store.admin.gauges()["disk_bytes"] == CHUNK_BYTES
-    assert not list((store.path / "v4" / "new").iterdir())
+    assert not list((store.path / "v5" / "new").iterdir())
 
 
 def test_a_process_that_is_killed_between_name_and_row_is_made_good(store, monkeypatch):
@@ -278,7 +278,7 @@ def test_recoding_that_is_killed_goes_on_where_it_stopped(tmp_path, num_done):
         outcomes = [store.control.recode(key, INT8).outcome for key in keys]
         assert num_done <= outcomes.count("same") < 39 and set(outcomes) <= {"same", "recoded"} and all(said)
         assert store.admin.gauges()["disk_bytes"] == store.entries.size_on_disk()
-        assert not list((store.path / "v4" / "new").iterdir())
+        assert not list((store.path / "v5" / "new").iterdir())
 
 
 def test_readers_beside_recoding_read_one_or_the_other(store):
@@ -319,14 +319,14 @@ def test_what_reads_and_writes_says_so(store):
     store.control.try_reading()
     store.control.try_writing()
     assert store.admin.verify().problems == []
-    unfinished = store.path / "v4" / "new"
+    unfinished = store.path / "v5" / "new"
     unfinished.rmdir()
     with pytest.raises(StoreError, match="can't write to the KV store"):
         store.control.try_writing()
-    (store.path / "v4").rename(store.path / "gone")
+    (store.path / "v5").rename(store.path / "gone")
     with pytest.raises(StoreError, match="can't read the KV store"):
         store.control.try_reading()
-    (store.path / "gone").rename(store.path / "v4")
+    (store.path / "gone").rename(store.path / "v5")
 
 
 def test_the_last_verification_is_remembered(store):

@@ -1,0 +1,94 @@
+"""What is known of a bucket without asking it: its entries, what it is still to delete, and what went to and fro."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ragkv.files import sync_folder
+from ragkv.store.record import ChunkKey
+
+_LISTED_FOR_S = 3600.0  # other machines send and delete too
+
+
+@dataclass
+class Traffic:
+    """What went between a store and its bucket. misses: entries that a request or indexing did without, by reason."""
+
+    entries_read: int = 0
+    bytes_read: int = 0
+    entries_sent: int = 0
+    bytes_sent: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+
+
+class Deletions:
+    """The chunks that are deleted here and not yet in the bucket: an empty file for each, named by its hash."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, chunk_hashes: Iterable[str]) -> None:
+        for chunk_hash in chunk_hashes:
+            (self._folder / chunk_hash).touch()
+        sync_folder(self._folder)
+
+    def done(self, chunk_hash: str) -> None:
+        (self._folder / chunk_hash).unlink(missing_ok=True)
+
+    def __contains__(self, chunk_hash: str) -> bool:
+        return (self._folder / chunk_hash).exists()
+
+    def all(self) -> list[str]:
+        return sorted(file.name for file in self._folder.iterdir())
+
+    def __len__(self) -> int:
+        return len(self.all())
+
+
+class Contents:
+    """The entries of a bucket and their sizes, as listed, and as changed from here since. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sizes: dict[str, dict[ChunkKey, int]] = {}  # by chunk
+        self._listed_at: float | None = None
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is to be listed anew."""
+        return self._listed_at is None or time.monotonic() > self._listed_at + _LISTED_FOR_S
+
+    def refresh(self, listed: Callable[[], Iterable[tuple[ChunkKey, int]]]) -> None:
+        """List the bucket anew, if that was long ago. listed: returns keys and sizes; what it raises is passed on."""
+        if not self.is_old:
+            return
+        sizes: dict[str, dict[ChunkKey, int]] = {}
+        for key, size in listed():
+            sizes.setdefault(key.chunk_hash, {})[key] = size
+        with self._lock:
+            self._sizes, self._listed_at = sizes, time.monotonic()
+
+    def size(self, key: ChunkKey) -> int | None:
+        """Return an entry's bytes, None if it isn't known to be there."""
+        with self._lock:
+            return self._sizes.get(key.chunk_hash, {}).get(key)
+
+    def may_have(self, key: ChunkKey) -> bool:
+        """Return whether the bucket may have an entry: it has, or wasn't listed."""
+        return self._listed_at is None or self.size(key) is not None
+
+    def add(self, key: ChunkKey, size: int) -> None:
+        with self._lock:
+            self._sizes.setdefault(key.chunk_hash, {})[key] = size
+
+    def remove(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._sizes.get(key.chunk_hash, {}).pop(key, None)
+
+    def remove_chunk(self, chunk_hash: str) -> None:
+        with self._lock:
+            self._sizes.pop(chunk_hash, None)
