@@ -135,7 +135,7 @@ def test_what_one_home_indexed_the_other_answers_from(runner, smollm, tmp_path, 
     tea = [data[4096:8192] for key, data in files.items() if key.chunk_hash not in needed]  # of its first records
     bucket.proxy.set()
     wait_until(runner, lambda: not second.workspace.tier.num_pending_deletions)
-    assert len(bucket.objects()) == len(files) - 2 * deletion.num_chunks
+    assert len(bucket.objects()) == len(files) - deletion.num_chunks
     places = [path.read_bytes() for path in (tmp_path / "second").rglob("*") if path.is_file()]
     places += bucket.objects().values()
     assert tea and not [place for place in places for data in tea if data in place]

@@ -115,7 +115,7 @@ def app_with(api: ScriptedApi):
         async def served(scope, receive, send) -> None:
             path = scope.get("path", "")
             if path.startswith(("/v1/documents", "/v1/jobs")):
-                await Gate(scripted, holders_of(app), 1 << 20, 60)(scope, receive, send)
+                await Gate(scripted, holders_of(app), {}, 1 << 20, 60)(scope, receive, send)
             else:
                 await app(scope, receive, send)
 
