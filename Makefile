@@ -5,7 +5,7 @@ export RAGKV_HOME ?= $(CURDIR)/.ragkv
 # Test processes side by side, a module to each: those that start an engine share the cores out.
 WORKERS ?= 2
 PYTEST = .venv/bin/pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-QUESTION ?= What does the controller do?
+QUESTION ?= What does a language model do before it writes the first word?
 
 # A better model for the demo: a folder or a Hugging Face id. It gets a home of its own.
 MODEL ?=
