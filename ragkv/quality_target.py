@@ -1,7 +1,7 @@
 """The quality target: an answer whose estimated drift is above it is begun again, with more tokens recomputed.
 
-The estimate needs no full prefill. The store has two kinds of KV of a chunk (`ragkv.chunk_kv`), both approximations: its
-mean over contexts, which answers use, and its KV after the anchor alone. The answer's first tokens are scored again over
+The estimate needs no full prefill. The store has two kinds of KV of a chunk (`ragkv.chunk_kv`), both approximate: its
+mean over contexts, which answers use, and its KV after the anchor alone. The first tokens are scored once more over
 the latter. Where the two disagree, at least one of them is wrong.
 """
 
