@@ -31,6 +31,11 @@ async def opened(folder, ingest):
     await uploads.close()
 
 
+async def until_gone(uploads, folder):
+    """Wait until all is indexed, and the text deleted, which comes after that."""
+    await until(lambda: not uploads.num_waiting and not any(folder.iterdir()))
+
+
 async def until(condition):
     for _ in range(1000):
         if condition():
@@ -121,8 +126,7 @@ def test_while_nothing_is_indexed_only_so_many_wait(tmp_path, unread):
             assert (len(uploads.all()), refused) == (MAX_WAITING, 3000 - MAX_WAITING)
         assert len(list(tmp_path.iterdir())) == MAX_WAITING
         async with opened(tmp_path, ingest_at_once) as uploads:
-            await until(lambda: not uploads.num_waiting)
-        assert list(tmp_path.iterdir()) == []
+            await until_gone(uploads, tmp_path)
 
     asyncio.run(run())
 
@@ -150,7 +154,7 @@ def test_withdrawing_while_the_upload_becomes_done_and_others_come(tmp_path, unr
         async with opened(tmp_path, ingest) as uploads:
             await uploads.add(files("a.txt"))
             assert await asyncio.to_thread(uploads.withdraw, "a.txt") == {"a.txt"}
-        assert list(tmp_path.iterdir()) == []
+            await until_gone(uploads, tmp_path)
 
     asyncio.run(run())
 
