@@ -179,8 +179,8 @@ class StoreControl:
         layers = []
         for i, (record, header) in enumerate(zip(records, headers, strict=True)):
             kv = decode(key.layer(i), record)
-            k, v = (part.to(header.dtype) for part in kv.decoded())
-            layers.append(LayerKV(k, v, kv.base_position, kv.v_std))
+            k, v = (part.to(header.dtype) for part in kv.mean().decoded())
+            layers.append(LayerKV(k, v, kv.base_position, kv.v_std, difference=kv.difference))
         return layers if sum(record_bytes(kv, codec) for kv in layers) < sum(map(len, records)) else "no smaller"
 
     def _replace(self, key: ChunkKey, records: Sequence[bytes], version: tuple[int, int] | None, size: int) -> Recoded:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ragkv.kernels.kv_fuse import Addend
+
 SHARE = 0.45  # of the tokens, counted in each layer
 _LARGEST = 7  # of a 4-bit number, which are -7 to 7
 
@@ -33,10 +35,15 @@ class Difference:
         """Return the tensors in the order in which a record has them."""
         return self.tokens, self.scale, self.numbers
 
+    def addend(self, num_tokens: int) -> Addend:
+        """Return it as the kernels want it. num_tokens: of the chunk."""
+        rows = torch.full((num_tokens,), -1, dtype=torch.int32, device=self.tokens.device)
+        rows[self.tokens] = torch.arange(len(self.tokens), dtype=torch.int32, device=self.tokens.device)
+        return Addend(rows, self.scale, self.numbers)
+
     def added_to(self, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Return K and V `[Hkv, T, D]` with the difference, float32."""
-        numbers = torch.cat([self.numbers & 15, self.numbers >> 4], dim=3).float()
-        k_change, v_change = numbers.sub_(8).mul_(self.scale.float())
+        k_change, v_change = self.addend(k.shape[1]).unpacked()
         return k.float().index_add(1, self.tokens, k_change), v.float().index_add(1, self.tokens, v_change)
 
 

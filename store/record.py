@@ -9,7 +9,7 @@ another key, don't verify.
 import struct
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -73,7 +73,8 @@ class LayerKV:
 
     v_std: `[T]` float32, the standard deviation of each token's V over the contexts that the mean is of; None for KV
     of a single context. k_scale, v_scale: what the numbers of a quantizing codec are multiplied by
-    (`ragkv.store.codecs.Stored`). difference: of the KV directly after the anchor from this mean.
+    (`ragkv.store.codecs.Stored`). difference: of the KV directly after the anchor from this mean. With it, `decoded`
+    returns the former; `mean` and `alone` are either of both without the rest.
     """
 
     k: torch.Tensor
@@ -97,17 +98,23 @@ class LayerKV:
         return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale, changed)
 
     def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales, else as they are stored."""
+        """Return K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales or a difference, else as they
+        are stored."""
+        if self.difference is not None:
+            k, v = self.difference.added_to(*self.mean().decoded())
+            return k[:, tokens], v[:, tokens]
         k, v = self.k[:, tokens], self.v[:, tokens]
         if self.k_scale is None or self.v_scale is None:
             return k, v
         return times(k, self.k_scale), times(v, self.v_scale[:, tokens])
 
+    def mean(self) -> "LayerKV":
+        """Return the mean alone."""
+        return replace(self, difference=None)
+
     def alone(self) -> "LayerKV":
-        """Return the KV directly after the anchor, of a mean that has the difference: float32."""
-        k, v = self.decoded()
-        k, v = self.difference.added_to(k, v) if self.difference else (k.float(), v.float())
-        return LayerKV(k, v, self.base_position)
+        """Return the KV directly after the anchor, of a mean that has the difference."""
+        return replace(self, v_std=None)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         parts = (self.k, self.v, self.v_std, self.k_scale, self.v_scale)

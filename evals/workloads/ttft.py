@@ -30,7 +30,8 @@ async def run(config: Config, wanted: Ttft, progress: Progress) -> AsyncIterator
         bench = on.bench(config.index.chunk_tokens)
 
         def drop(task: FuseTask) -> None:
-            keys = [key for key in map(on.kv.key, task.spans) if on.store.contains(key)]
+            spans = [*task.spans, *map(on.kv.averaged, task.spans)]  # the first chunk's may be in its mean's
+            keys = [key for key in dict.fromkeys(map(on.kv.key, spans)) if on.store.contains(key)]
             for key in keys:  # the worker doesn't take from its memory what is written anew
                 on.store.put_records(key, on.store.admin.records(key) or [])
             on.store.admin.drop_cached(keys)

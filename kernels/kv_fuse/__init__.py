@@ -22,13 +22,31 @@ class KVShift:
 
 
 @dataclass(frozen=True)
+class Addend:
+    """What is added to the K and V of some of a chunk's tokens, before K is rotated (`ragkv.store.difference`).
+
+    rows: `[T]` int32, which of n rows is a token's; below 0: none. scale: `[2, Hkv, n, 1]` float16, of K, then of V.
+    numbers: `[2, Hkv, n, D / 2]` uint8, two numbers each, of dimension i in the lower bits and i + D / 2 in the upper:
+    what is added is (number - 8) times its scale.
+    """
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    numbers: torch.Tensor
+
+    def unpacked(self) -> torch.Tensor:
+        """Return what is added to K and V of the n tokens, `[2, Hkv, n, D]` float32."""
+        return torch.cat([self.numbers & 15, self.numbers >> 4], dim=3).float().sub_(8).mul_(self.scale.float())
+
+
+@dataclass(frozen=True)
 class Staged:
     """One layer of a chunk on the device, as the store has it.
 
     k, v: `[Hkv, T, D]`, float32, float16 or bfloat16, or with scales int8 or float8_e4m3fn. slots: `[T]` int64, each
     token's slot in the paged cache; below 0: not written. moved: by how many positions the keys are rotated further
     than where they were computed. k_scale: `[Hkv, 1, D]`, v_scale: `[Hkv, T, 1]`, float32: a number is the stored one
-    times its scale. shift: None where no token of the chunk was recomputed.
+    times its scale. shift: None where no token of the chunk was recomputed. addend: None where KV is as it is stored.
     """
 
     k: torch.Tensor
@@ -38,20 +56,24 @@ class Staged:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     shift: KVShift | None = None
+    addend: Addend | None = None
 
 
-FIELDS = 11  # of a row of `table`
+FIELDS = 15  # of a row of `table`
 
 
 def table(chunks: list[Staged]) -> list[list[int]]:
     """Return what a kernel needs to know of each chunk, FIELDS numbers: the addresses of k, v, k_scale, v_scale, slots,
-    and of the shift's k, v and weights (0: none), the number of tokens, how far it moves, and where it starts."""
+    of the shift's k, v and weights and of the addend's rows, scale and numbers (0: none), the number of tokens, how far
+    it moves, where it starts, and the addend's number of rows."""
     rows = []
     for chunk in chunks:
         shift = (chunk.shift.k, chunk.shift.v, chunk.shift.weights) if chunk.shift else (None, None, None)
-        parts = (chunk.k, chunk.v, chunk.k_scale, chunk.v_scale, chunk.slots, *shift)
+        added = (chunk.addend.rows, chunk.addend.scale, chunk.addend.numbers) if chunk.addend else (None, None, None)
+        parts = (chunk.k, chunk.v, chunk.k_scale, chunk.v_scale, chunk.slots, *shift, *added)
         assert all(part is None or part.is_contiguous() for part in parts)
-        numbers = (chunk.k.shape[1], chunk.moved, chunk.shift.start if chunk.shift else 0)
+        num_added = chunk.addend.scale.shape[2] if chunk.addend else 0
+        numbers = (chunk.k.shape[1], chunk.moved, chunk.shift.start if chunk.shift else 0, num_added)
         rows.append([*(0 if part is None else part.data_ptr() for part in parts), *numbers])
     return rows
 
@@ -62,6 +84,9 @@ def kv_fuse_reference(chunks: list[Staged], rotation: Rotation | None, kv: Paged
         k, v = chunk.k.float(), chunk.v.float()
         if chunk.k_scale is not None and chunk.v_scale is not None:
             k, v = k * chunk.k_scale, v * chunk.v_scale
+        if chunk.addend is not None:
+            added, rows = chunk.addend.unpacked(), chunk.addend.rows
+            k, v = (torch.where(rows[:, None] >= 0, x + y[:, rows], x) for x, y in zip((k, v), added, strict=True))
         if rotation is not None and chunk.moved:
             k = rotation.rotate(k, chunk.moved)
         if chunk.shift is not None:

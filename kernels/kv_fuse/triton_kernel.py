@@ -80,6 +80,20 @@ def _partners(d, PAIRS: tl.constexpr, NEOX: tl.constexpr):
     return partner, tl.where(turned, pair, 0), sign, turned
 
 
+@triton.jit
+def _added(row, part, head, t, d, valid, HEAD_SIZE: tl.constexpr):
+    """Return what is added to K (part 0) or V (1) of these tokens and dimensions, 0 for tokens without a row."""
+    rows = tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + t, mask=valid, other=-1)
+    at = (part * tl.num_programs(1) + head) * tl.load(row + 14) + rows
+    scale = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.float16)) + at, mask=rows >= 0, other=0.0).to(tl.float32)
+    half: tl.constexpr = HEAD_SIZE // 2
+    upper = d >= half
+    bytes_at = at[:, None] * half + tl.where(upper, d - half, d)[None, :]
+    has = (rows >= 0)[:, None] & (d < HEAD_SIZE)[None, :]
+    pairs = tl.load(tl.load(row + 10).to(tl.pointer_type(tl.uint8)) + bytes_at, mask=has, other=0).to(tl.int32)
+    return (((pairs >> tl.where(upper, 4, 0)[None, :]) & 15) - 8).to(tl.float32) * scale[:, None]
+
+
 @triton.jit(do_not_specialize=["block_size"])
 def _kv_fuse(
     tiles,
@@ -110,7 +124,7 @@ def _kv_fuse(
 ):
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = rows + tl.load(tiles + 2 * tile) * FIELDS
-    num_tokens, moved, start = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
+    num_tokens, moved, start = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13)
     t = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     valid, within = t < num_tokens, d < HEAD_SIZE
@@ -124,10 +138,15 @@ def _kv_fuse(
     if SCALED:
         scales = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         k = k * tl.load(scales + d, mask=within, other=0.0)[None, :]
+    has_addend = tl.load(row + 8) != 0
+    if has_addend:
+        k += _added(row, 0, head, t, d, valid, HEAD_SIZE)
     if PAIRS:
         other = _number(tl.load(keys + at + partner[None, :], mask=written, other=0), FP8)
         if SCALED:
             other = other * tl.load(scales + partner, mask=within, other=0.0)[None, :]
+        if has_addend:
+            other += _added(row, 0, head, t, partner, valid, HEAD_SIZE)
         distance = tl.abs(moved)
         c = tl.load(cos + distance * PAIRS + pair, mask=turned, other=1.0)
         s = tl.load(sin + distance * PAIRS + pair, mask=turned, other=0.0) * tl.where(moved < 0, -1.0, 1.0)
@@ -138,6 +157,8 @@ def _kv_fuse(
     if SCALED:
         by_token = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + head * num_tokens
         v = v * tl.load(by_token + t, mask=valid, other=0.0)[:, None]
+    if has_addend:
+        v += _added(row, 1, head, t, d, valid, HEAD_SIZE)
 
     if tl.load(row + 7) != 0:
         weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=valid, other=0.0)[:, None]

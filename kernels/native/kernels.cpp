@@ -412,9 +412,12 @@ struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
   const float *k_scale, *v_scale;
   const int64_t* slots;
   const float *shift_k, *shift_v, *weights;
-  int64_t num_tokens, moved, start;
+  const int32_t* rows;
+  const _Float16* added_scale;
+  const uint8_t* added;
+  int64_t num_tokens, moved, start, num_added;
 };
-static_assert(sizeof(Chunk) == 11 * 8, "as in the table");
+static_assert(sizeof(Chunk) == 15 * 8, "as in the table");
 
 struct Fuse {
   int64_t num_heads, size, pairs;
@@ -439,6 +442,16 @@ inline void turn(const Fuse& f, const float* c, const float* s, float sign, floa
     }
 }
 
+// Adds what token t's row of K (part 0) or V (1) has to x.
+inline void add(const Fuse& f, const Chunk& chunk, int64_t part, int64_t head, int64_t t, float* x) {
+  if (!chunk.rows || chunk.rows[t] < 0) return;
+  const int64_t row = (part * f.num_heads + head) * chunk.num_added + chunk.rows[t], half = f.size / 2;
+  const float scale = float(chunk.added_scale[row]);
+  const uint8_t* pairs = chunk.added + row * half;
+  for (int64_t d = 0; d < half; ++d) x[d] += scale * float((pairs[d] & 15) - 8);
+  for (int64_t d = 0; d < half; ++d) x[d + half] += scale * float((pairs[d] >> 4) - 8);
+}
+
 template <typename S, typename T>
 void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64_t head, int64_t first, int64_t last) {
   const int64_t size = f.size;
@@ -453,6 +466,7 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
     for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
     if (chunk.k_scale)
       for (int64_t d = 0; d < size; ++d) x[d] *= chunk.k_scale[head * size + d];
+    add(f, chunk, 0, head, t, x);
     if (chunk.moved) turn(f, f.cos + distance * f.pairs, f.sin + distance * f.pairs, sign, x);
     const float weight = chunk.weights ? chunk.weights[t] : 0.0f;
     if (chunk.weights) {
@@ -469,6 +483,7 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
     for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
     if (chunk.v_scale)
       for (int64_t d = 0; d < size; ++d) x[d] *= chunk.v_scale[head * chunk.num_tokens + t];
+    add(f, chunk, 1, head, t, x);
     if (chunk.weights)
       for (int64_t d = 0; d < size; ++d) x[d] += weight * chunk.shift_v[head * size + d];
     to = value_cache + block * f.values.block + line * f.values.row + head * f.values.head;

@@ -6,7 +6,7 @@ On CUDA the copies have a stream of their own, so that something else is compute
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -149,11 +149,11 @@ class KVLoader:
         own, *means = self._keys(span)
         kv = self._get(snapshot, layer, span, own)
         if kv is not None:
-            return LoadedSpan(span, self.device_copy(replace(kv, difference=None)))
+            return LoadedSpan(span, self.device_copy(kv.mean()))
         for key in means:
             kv = self._get(snapshot, layer, span, key)
             if kv is not None:
-                return LoadedSpan(span, self.device_copy(kv).alone())
+                return LoadedSpan(span, self.device_copy(kv.alone()))
         raise BadSpanError(span, f"layer {layer} is missing")
 
     def prefetch(self, snapshot: Snapshot, layer: int, span: Span) -> None:
@@ -190,7 +190,8 @@ class KVLoader:
         staged = []
         for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
             kv, own = item.kv, slots[item.span.start : item.span.end]
-            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift))
+            addend = kv.difference.addend(kv.k.shape[1]) if kv.difference else None
+            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift, addend))
         rotation, paged = self.rotations[layer], blocks.kv(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
             self.kernels.kv_fuse([chunk for chunk in staged if chunk.k.dtype == dtype], rotation, paged)

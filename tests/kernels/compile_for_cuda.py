@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ragkv.kernels.kv_deviation.triton_kernel import kv_deviation
-from ragkv.kernels.kv_fuse import KVShift, Staged
+from ragkv.kernels.kv_fuse import Addend, KVShift, Staged
 from ragkv.kernels.kv_fuse.triton_kernel import kv_fuse
 from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 from ragkv.kernels.query_scores.triton_kernel import query_scores
@@ -52,7 +52,9 @@ def compile_all(head_size, dtype, stored, **options):
     mean = torch.zeros(KV_HEADS, head_size)
     shift = KVShift(mean, mean, torch.ones(TOKENS), 0)
     k_scale, v_scale = scales or (None, None)
-    chunk = Staged(k, k, torch.arange(TOKENS), 3, k_scale, v_scale, shift)
+    pairs = torch.zeros(2, KV_HEADS, 1, head_size // 2, dtype=torch.uint8)
+    addend = Addend(torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(2, KV_HEADS, 1, 1).half(), pairs)
+    chunk = Staged(k, k, torch.arange(TOKENS), 3, k_scale, v_scale, shift, addend)
     kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), kv)
     kv_deviation(fresh, k.to(dtype), positions)
     query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), spec)

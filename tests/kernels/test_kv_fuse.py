@@ -7,7 +7,7 @@ import torch
 from implementations import DEVICE, TOLERANCE, implementations
 from rope_reference import table
 
-from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
+from ragkv.kernels.kv_fuse import Addend, KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.operands import PagedKV, Rotation
 
 BLOCK_SIZE = 16
@@ -85,6 +85,20 @@ def shifted(chunks):
     return found
 
 
+def with_addends(chunks):
+    """The first chunk with an addend to every other token, the others with one to their last."""
+    generator, found = torch.Generator().manual_seed(2), []
+    for i, chunk in enumerate(chunks):
+        num_heads, num_tokens, head_size = chunk.k.shape
+        tokens = torch.arange(num_tokens)[::2] if i == 0 else torch.tensor([num_tokens - 1])
+        rows = torch.full((num_tokens,), -1, dtype=torch.int32).index_copy(0, tokens, torch.arange(len(tokens)).int())
+        scale = torch.rand(2, num_heads, len(tokens), 1, generator=generator).half()
+        numbers = torch.randint(256, (2, num_heads, len(tokens), head_size // 2), generator=generator)
+        addend = Addend(rows.to(DEVICE), scale.to(DEVICE), numbers.to(torch.uint8).to(DEVICE))
+        found.append(replace(chunk, addend=addend))
+    return found
+
+
 def check(kv_fuse, chunks, turning, layout, num_blocks, dtype):
     num_heads, _, head_size = chunks[0].k.shape
     found, expected = (paged(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
@@ -133,6 +147,27 @@ def test_mean_shifts_of_recomputed_tokens(kv_fuse, lengths, neox, stored):
     chunks, num_blocks = request(lengths, 2, 64, stored)
     turning = None if neox is None else rotation(64, neox)
     check(kv_fuse, shifted(chunks), turning, "NHD", num_blocks, torch.float32)
+
+
+@every_implementation
+@pytest.mark.parametrize("lengths, stored", [([1], torch.float32), ([70, 7], torch.int8), ([33], torch.float8_e4m3fn)])
+@pytest.mark.parametrize("head_size, rotated, neox", [(80, 32, True), (128, 128, False)])
+def test_what_some_tokens_are_added(kv_fuse, lengths, stored, head_size, rotated, neox):
+    chunks, num_blocks = request(lengths, 3, head_size, stored)
+    for each in (with_addends(chunks), shifted(with_addends(chunks)), [*with_addends(chunks)[:1], *chunks[1:]]):
+        check(kv_fuse, each, rotation(rotated, neox), "NHD", num_blocks, torch.float32)
+
+
+@every_implementation
+def test_what_is_added_by_hand(kv_fuse):
+    zero = torch.zeros(1, 2, 4, device=DEVICE)
+    numbers = torch.tensor([[[[8 + 1 | 15 << 4, 8 | 0 << 4]]], [[[1, 8]]]], dtype=torch.uint8, device=DEVICE)
+    scale = torch.tensor([[[[2.0]]], [[[0.5]]]], dtype=torch.float16, device=DEVICE)
+    rows = torch.tensor([-1, 0], dtype=torch.int32, device=DEVICE)
+    found = paged("NHD", 1, 1, 4, torch.float32)
+    kv_fuse([Staged(zero, zero, torch.arange(2, device=DEVICE), addend=Addend(rows, scale, numbers))], None, found)
+    assert found.k[0, :2, 0].tolist() == [[0, 0, 0, 0], [2, 0, 14, -16]]
+    assert found.v[0, :2, 0].tolist() == [[0, 0, 0, 0], [-3.5, 0, -4, -4]]
 
 
 @every_implementation

@@ -46,18 +46,21 @@ def test_a_record_gives_both_kv_back(codec):
         found = decode(b"key", value)
         assert len(value) == record_bytes(LayerKV(*stored, 5, torch.rand(TOKENS), difference=difference), CODECS[codec])
         assert found.v_std is not None and found.v_std.shape == (TOKENS,)
-        for part, expected in zip((*found.decoded(), found.alone().k, found.alone().v), (*stored, k, v), strict=True):
+        both = (*found.mean().decoded(), *found.alone().decoded())
+        for part, expected in zip(both, (*stored, k, v), strict=True):
             largest = expected.abs().max()
             assert float((part - expected).abs().max()) < 0.2 * largest  # 4 bits of the difference
             assert float((part - expected).norm() / expected.norm()) < 0.1
-        assert found.alone().base_position == 5 and found.alone().difference is None
+        assert found.alone().v_std is None and found.mean().difference is None
+        for part, whole in zip(found.decoded(torch.tensor([7, 0])), found.alone().decoded(), strict=True):
+            assert torch.equal(part, whole[:, [7, 0]])
 
 
 def test_equal_kv_makes_a_difference_of_nothing():
     mean = kv(1)
     for (k, v), difference in zip(mean, differences(kv(1), mean), strict=True):
-        found = decode(b"key", record((k, v), difference, "raw")).alone()
-        assert torch.equal(found.k, k) and torch.equal(found.v, v)
+        found_k, found_v = decode(b"key", record((k, v), difference, "raw")).decoded()
+        assert torch.equal(found_k, k) and torch.equal(found_v, v)
 
 
 def test_a_damaged_difference_is_found():
@@ -78,5 +81,5 @@ def test_a_mean_is_moved_to_a_device_with_its_difference():
     mean = kv(1)
     (difference, *_) = differences(kv(2), mean)
     found = LayerKV(*mean[0], 0, difference=difference).map(torch.clone)
-    assert torch.equal(found.alone().k, LayerKV(*mean[0], 0, difference=difference).alone().k)
+    assert torch.equal(found.decoded()[0], LayerKV(*mean[0], 0, difference=difference).decoded()[0])
     assert found.size_bytes == LayerKV(*mean[0], 0).size_bytes + sum(part.nbytes for part in difference.parts())
