@@ -14,8 +14,10 @@ from store_samples import NUM_LAYERS, drop_cached, make_key, make_layers
 from ragkv.errors import ConfigError, StoreError
 from ragkv.store.codecs import CODECS, FP8, INT8, RAW
 from ragkv.store.control import codec_named
+from ragkv.store.difference import differences
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import entry_bytes
+from ragkv.store.record import LayerKV
 
 CHUNK_BYTES = entry_bytes([128 + 2 * 2 * 100 * 8 * 4] * NUM_LAYERS)
 LAYERS = make_layers(num_tokens=100)
@@ -173,6 +175,19 @@ def test_an_entry_is_encoded_anew(store, codec):
             torch.testing.assert_close(part.float(), original.float(), rtol=0.1, atol=0.05)
     assert store.control.recode(key, codec).outcome == "same"
     assert store.admin.verify().problems == []
+
+
+def test_recoding_keeps_the_difference_from_the_mean(store):
+    means, alone = ([(kv.k, kv.v) for kv in make_layers(num_tokens=100, seed=seed)] for seed in (1, 2))
+    added = differences(alone, means)
+    layers = [LayerKV(k, v, 5, torch.rand(100), difference=each) for (k, v), each in zip(means, added, strict=True)]
+    (key,) = put(store, 1, layers=layers)
+    assert store.control.recode(key, INT8).outcome == "recoded"
+    for kv, was in zip(layers_of(store, key), layers, strict=True):
+        for one, other in zip(kv.difference.parts(), was.difference.parts(), strict=True):
+            assert torch.equal(one, other)
+        for part, original in zip(kv.mean().decoded(), was.mean().decoded(), strict=True):
+            torch.testing.assert_close(part, original, rtol=0.1, atol=0.05)
 
 
 def test_encoding_in_half_precision_gives_what_was_stored_with_the_codec_at_once(tmp_path):
