@@ -30,10 +30,10 @@ class Snapshot(Protocol):
 class KVStore(Protocol):
     """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all."""
 
-    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
         """Store or replace entries: all are durable when the call returns. Of a process that is killed, some may be.
 
-        Raises StoreError, having stored nothing, if there is no space.
+        codec: how, in place of the store's own. Raises StoreError, having stored nothing, if there is no space.
         """
         ...
 

@@ -62,11 +62,11 @@ class DiskStore:
         # Called with the chunks that `delete` is about to delete, for who has copies of them.
         self.before_delete: Callable[[Sequence[str]], None] | None = None
 
-    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
-        chunks = list(chunks)
-        lengths = [[record_bytes(kv, self._codec) for kv in layers] for _, layers in chunks]
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
+        chunks, wanted = list(chunks), CODECS[codec] if codec else self._codec
+        lengths = [[record_bytes(kv, wanted) for kv in layers] for _, layers in chunks]
         self._put(
-            ((key, [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
+            ((key, [encode(key.layer(i), kv, wanted) for i, kv in enumerate(layers)]) for key, layers in chunks),
             list(map(entry_bytes, lengths)),
         )
 

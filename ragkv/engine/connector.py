@@ -23,13 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ragkv.engine.loader import KVLoader
+from ragkv.engine.prefixes import Prefixes
 from ragkv.engine.scheduler import SchedulerSide, StepReports, StepWork
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.engine.worker import WorkerSide
 from ragkv.kernels.dispatch import choose
 from ragkv.store.disk_store import DiskStore
-from ragkv.store.record import ChunkKey
+from ragkv.store.entries import EntryFolder
+from ragkv.store.record import FORMAT_VERSION, ChunkKey
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -50,6 +52,8 @@ class RagKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler = SchedulerSide()
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._find_prefixes(), saves=self._extra.get("prefixes", False))
         self._worker: WorkerSide | None = None  # once `attach` has been called
         self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
@@ -71,6 +75,20 @@ class RagKVConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(KVLoader(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
         return None
 
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return dict(self._kv_transfer_config.kv_connector_extra_config)
+
+    def _find_prefixes(self) -> Prefixes | None:
+        """Return what looks up exact prefixes; None for models whose blocks aren't all alike or of one worker."""
+        groups = self._kv_cache_config.kv_cache_groups
+        parallel = self._vllm_config.parallel_config
+        if len(groups) != 1 or parallel.world_size != 1:
+            return None
+        entries = EntryFolder(Path(self._extra["store"]) / f"v{FORMAT_VERSION}")
+        heads = (0, self._vllm_config.model_config.get_num_kv_heads(parallel))
+        return Prefixes(entries, self._extra["fingerprint"], heads, groups[0].kv_cache_spec.block_size)
+
     # Scheduler
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
@@ -87,10 +105,10 @@ class RagKVConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
-            self._scheduler.keep(meta.reports)
+            self._scheduler.keep(meta)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finish(request.request_id)
+        return self._scheduler.save(request, block_ids), self._scheduler.finish(request.request_id)
 
     # Worker
 
@@ -101,14 +119,13 @@ class RagKVConnector(KVConnectorBase_V1):
             self._worker.step(work)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_finished() if self._worker else None
+        return self._worker.take_finished() if self._worker else (None, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> StepReports | None:
-        reports = self._worker.take_reports() if self._worker else None
-        return StepReports(reports) if reports else None
+        return self._worker.take_reports() if self._worker else None
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -118,7 +135,7 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._worker:
-            self._worker.loader.store.close()
+            self._worker.close()
 
 
 class WorkerExtension:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ragkv.config import ModelConfig
 from ragkv.engine.task import (
+    PREFIX_KEY,
     FuseTask,
     MeanTask,
     PrecomputeTask,
@@ -105,11 +106,14 @@ class Engine:
         *,
         max_tokens: int,
         salt: str | None = None,
+        prefix: str = "once",
         **sampling: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Decode greedily (unless `sampling` says otherwise) after `token_ids`, piece by piece.
 
         salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
+        prefix: "session" or "shared" saves the KV of the request's full blocks under vLLM's names for them, "once"
+        doesn't; a request that begins alike, with the same salt, loads what is stored of its beginning.
         Closing the generator aborts the request. Raises EngineStoppedError if vLLM's processes end.
         """
         from vllm import SamplingParams
@@ -122,7 +126,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": task_to_params(task)} if task else None,
+            extra_args={"kv_transfer_params": {PREFIX_KEY: prefix, **(task_to_params(task) if task else {})}},
             **{"temperature": 0.0, **sampling},
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from ragkv.engine.task import FuseTask, Job, Report, report_to_params, task_from_params
+from ragkv.engine.prefixes import Prefixes
+from ragkv.engine.task import PREFIX_KEY, FuseTask, Job, Report, Span, Task, report_to_params, task_from_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Save:
+    """Segments of a finished request that are to be stored, and the blocks of its tokens."""
+
+    request_id: str
+    spans: tuple[Span, ...]
+    block_ids: list[int]
 
 
 @dataclass
@@ -20,6 +30,7 @@ class StepWork(KVConnectorMetadata):
     """From the scheduler to the worker. num_others: requests of which vLLM computes `num_scheduled` tokens."""
 
     jobs: list[Job] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     num_others: int = 0
     num_scheduled: int = 0
@@ -27,23 +38,33 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """From the worker to the scheduler: the reports of the jobs that ended in the step, by request id."""
+    """From the worker to the scheduler: the reports of the jobs that ended in the step, by request id.
+
+    keeps_prefixes: whether the worker can save blocks and load them.
+    """
 
     reports: dict[str, Report]
+    keeps_prefixes: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
         assert isinstance(other, StepReports)
-        return StepReports({**other.reports, **self.reports})
+        keeps_prefixes = self.keeps_prefixes and other.keeps_prefixes
+        return StepReports({**other.reports, **self.reports}, keeps_prefixes)
 
 
 class SchedulerSide:
     """Our requests in work.
 
     Each is matched, started once it has blocks, sent to the worker with the next step, reported on, and finished. It
-    may be aborted at any of these.
+    may be aborted at any of these. prefixes: where exact ones are looked up, None: nowhere; saves: whether a request's
+    blocks are saved that doesn't say so itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: Prefixes | None = None, *, saves: bool = False) -> None:
+        self._prefixes, self._saves_all = prefixes, saves
+        self._worker_keeps = False  # until it says so
+        self._matched: dict[str, tuple[Task | None, tuple[Span, ...]]] = {}
+        self._saves: list[Save] = []
         self._jobs: dict[str, Job] = {}
         self._running: set[str] = set()
         self._aborted: set[str] = set()
@@ -56,35 +77,63 @@ class SchedulerSide:
         """
         task = task_from_params(request.kv_transfer_params)
         report = self.reports.get(request.request_id)
-        if task is None or (report is not None and report.failed):
+        if report is not None and report.failed:
             return 0, False
-        num_tokens = request.num_prompt_tokens - 1
-        useful = num_tokens
+        stored, useful = self._find_stored(request, task, num_computed), 0
+        num_tokens = end = request.num_prompt_tokens - 1
         if isinstance(task, FuseTask) and not task.policy.is_full:
             useful = task.spans[-1].end if task.spans else 0
-        return (num_tokens - num_computed, True) if num_computed < useful else (0, False)
+        elif task is not None:
+            useful = num_tokens
+        if stored and stored[-1].end >= useful:
+            task, end = None, stored[-1].end  # vLLM computes the rest
+        elif num_computed >= useful:
+            return 0, False
+        self._matched[request.request_id] = task, stored
+        return end - num_computed, True
+
+    def _find_stored(self, request: "Request", task: Task | None, num_computed: int) -> tuple[Span, ...]:
+        if self._prefixes is None or not self._worker_keeps or not isinstance(task, FuseTask | None):
+            return ()
+        return self._prefixes.find(request.block_hashes, num_computed, request.num_tokens - 1)
 
     def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
         """Make the request's job, now that vLLM has given it blocks."""
-        task = task_from_params(request.kv_transfer_params)
-        assert task is not None
+        task, stored = self._matched.pop(request.request_id)
         token_ids = list(request.prompt_token_ids or [])[:-1]
-        job = Job(request.request_id, task, token_ids, block_ids, num_prefix=len(token_ids) - num_external)
+        num_prefix = (len(token_ids) if task else stored[-1].end) - num_external
+        job = Job(request.request_id, task, token_ids, block_ids, num_prefix, stored)
         self._jobs[request.request_id] = job
         self._running.add(request.request_id)
 
     def take_work(self, num_others: int, num_scheduled: int) -> StepWork:
         """Return what the worker is to do from this step on."""
-        work = StepWork(list(self._jobs.values()), self._aborted, num_others, num_scheduled)
-        self._jobs, self._aborted = {}, set()
+        work = StepWork(list(self._jobs.values()), self._saves, self._aborted, num_others, num_scheduled)
+        self._jobs, self._saves, self._aborted = {}, [], set()
         return work
 
-    def keep(self, reports: dict[str, Report]) -> None:
+    def keep(self, step: StepReports) -> None:
         """Keep the reports of requests that haven't been aborted in the meantime."""
-        self.reports.update({id: report for id, report in reports.items() if id in self._running})
+        self._worker_keeps |= step.keeps_prefixes
+        self.reports.update({id: report for id, report in step.reports.items() if id in self._running})
+
+    def save(self, request: "Request", block_ids: list[int]) -> bool:
+        """Have a finished request's blocks saved, if that is wanted. Returns whether vLLM is to keep them meanwhile."""
+        params = request.kv_transfer_params or {}
+        wanted = params.get(PREFIX_KEY, "session" if self._saves_all else "once") != "once"
+        task = task_from_params(params)
+        if self._prefixes is None or not self._worker_keeps or not wanted or not isinstance(task, FuseTask | None):
+            return False
+        num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_blocks = min(num_computed // self._prefixes.block_size, len(request.block_hashes), len(block_ids))
+        spans = self._prefixes.missing(request.block_hashes, num_blocks)
+        if spans:
+            self._saves.append(Save(request.request_id, spans, block_ids))
+        return bool(spans)
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns its report as plain data, None if it has none."""
+        self._matched.pop(request_id, None)
         if request_id in self._running and request_id not in self.reports:
             self._aborted.add(request_id)
         self._running.discard(request_id)

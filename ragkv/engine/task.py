@@ -7,7 +7,7 @@ from pydantic import Field, TypeAdapter
 
 from ragkv.policies import Policy
 
-TASK_KEY, REPORT_KEY = "ragkv_task", "ragkv_report"  # in a request's `kv_transfer_params`
+TASK_KEY, REPORT_KEY, PREFIX_KEY = "ragkv_task", "ragkv_report", "ragkv_prefix"  # in a request's `kv_transfer_params`
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 
 
@@ -93,26 +93,30 @@ class Job:
     """A task with the blocks that vLLM gave it.
 
     `token_ids` are the prompt's but the last; the first `num_prefix` of them are in vLLM's prefix cache, in blocks that
-    other requests may share and that must not be written.
+    other requests may share and that must not be written. stored: segments of the prompt's beginning that the store has
+    exactly (`ragkv.engine.prefixes`), beyond `num_prefix`; without a task they are all there is to do.
     """
 
     request_id: str
-    task: Task
+    task: Task | None
     token_ids: list[int]
     block_ids: list[int]
     num_prefix: int
+    stored: tuple[Span, ...] = ()
 
 
 @dataclass
 class TokenReport:
     """Where the KV of the prompt's tokens came from.
 
-    prefix: from vLLM's prefix cache; reused: from the store as they were; recomputed: from a forward of ours.
-    recomputed_runs: the recomputed tokens of cached chunks, as sorted `(start, end)`. loaded: the chunks whose KV was
-    used, as `(start, end, in_memory)`: whether the store had it in memory.
+    prefix: from vLLM's prefix cache; exact: of a prefix that the store had; reused: chunks' from the store as they
+    were; recomputed: from a forward of ours. recomputed_runs: the recomputed tokens of cached chunks, as sorted
+    `(start, end)`. loaded: the chunks whose KV was used, as `(start, end, in_memory)`: whether the store had it in
+    memory.
     """
 
     prefix: int = 0
+    exact: int = 0
     reused: int = 0
     recomputed: int = 0
     recomputed_runs: list[tuple[int, int]] = field(default_factory=list)

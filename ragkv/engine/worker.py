@@ -7,13 +7,16 @@ are reported as bad, and vLLM prefills it.
 import logging
 import time
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ragkv.engine.exact import ExactKV
 from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.loader import KVLoader
 from ragkv.engine.precompute import Average, Precompute
+from ragkv.engine.scheduler import StepReports
 from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, ScoreTask, TokenReport
-from ragkv.errors import RagKVError
+from ragkv.errors import RagKVError, StoreError
 from ragkv.machine import return_free_pages
 
 if TYPE_CHECKING:
@@ -48,7 +51,10 @@ class WorkerSide:
         self.loader = loader
         self._max_batch_tokens = max_batch_tokens
         self._budget = StepBudget(max_batch_tokens)
-        self._fusion, self._precompute = Fusion(loader), Precompute(loader)
+        self._fusion, self._precompute, self._exact = Fusion(loader), Precompute(loader), ExactKV(loader)
+        self._saves: dict[str, Generator[None, None, None]] = {}
+        self._saved: set[str] = set()
+        self._has_told = False  # that prefixes can be kept
         self._fusions: dict[str, tuple[Job, Generator[None, None, Report]]] = {}  # each yields where a step is to end
         self._precomputes: dict[str, Job] = {}
         self._means: dict[str, Average] = {}
@@ -61,6 +67,7 @@ class WorkerSide:
         """Take the step's new jobs, drop aborted ones, and do one slice of the most urgent work: fusions first."""
         self._budget.slice_tokens = slice_tokens(self._max_batch_tokens, work.num_others, work.num_scheduled)
         self._budget.alone = not work.num_others
+        self._save(work)
         for job in work.jobs:
             self._add(job)
         kinds: tuple[dict[str, Any], ...] = (self._fusions, self._precomputes, self._means)
@@ -82,11 +89,44 @@ class WorkerSide:
                 self._precomputes[job.request_id] = job
             case MeanTask():
                 self._means[job.request_id] = Average(self.loader, job)
-            case task:
+            case _:
                 if self._fusions:  # it has to wait, so its KV can be read ahead
                     self._fusion.prefetch(job)
-                run = self._fusion.score if isinstance(task, ScoreTask) else self._fusion.fuse
-                self._fusions[job.request_id] = job, run(job, self._budget)
+                self._fusions[job.request_id] = job, self._run(job)
+
+    def _run(self, job: Job) -> Generator[None, None, Report]:
+        """Load the job's exact prefix, if one is stored, then do its task."""
+        num_loaded = 0
+        if job.stored:
+            begin = time.perf_counter()
+            is_loaded = yield from self._exact.load(job, self._budget)
+            load_ms = 1e3 * (time.perf_counter() - begin)
+            if not is_loaded and job.task is None:
+                raise StoreError("a stored prefix couldn't be read")
+            if is_loaded:
+                num_loaded = job.stored[-1].end - job.num_prefix
+                job = replace(job, num_prefix=job.stored[-1].end)
+        report = Report()
+        if job.task is not None:
+            run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
+            report = yield from run(job, self._budget)
+            report.tokens.prefix -= num_loaded
+        if num_loaded:
+            report.tokens.exact = num_loaded
+            report.stages.load_ms += load_ms
+        return report
+
+    def _save(self, work: "StepWork") -> None:
+        """Copy a segment of each request whose blocks are to be saved; all if nobody waits."""
+        for save in work.saves:
+            self._saves[save.request_id] = self._exact.save(save.spans, save.block_ids)
+        for request_id, copying in list(self._saves.items()):
+            for _ in copying:
+                if not self._budget.alone:
+                    break
+            else:
+                del self._saves[request_id]
+                self._saved.add(request_id)
 
     def _advance_fusion(self) -> None:
         """Go on with the oldest fusion or scoring."""
@@ -141,20 +181,28 @@ class WorkerSide:
             return_free_pages()
             self._tidied_at = time.monotonic()
 
-    def take_finished(self) -> set[str] | None:
-        """Return the requests that have ended since the last call, None if there are none."""
-        finished, self._finished = self._finished, set()
-        return finished or None
+    def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose blocks were copied, and those whose job has ended, since the last call; None for
+        none."""
+        saved, finished, self._saved, self._finished = self._saved, self._finished, set(), set()
+        return saved or None, finished or None
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks of failed jobs since the last call: vLLM computes them anew."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_reports(self) -> dict[str, Report]:
-        """Return the reports since the last call, by request id."""
+    def take_reports(self) -> StepReports | None:
+        """Return the reports since the last call, by request id; None if there is nothing to tell."""
         reports, self._reports = self._reports, {}
-        return reports
+        if self._has_told and not reports:
+            return None
+        self._has_told = True
+        return StepReports(reports, self._exact.can_save)
+
+    def close(self) -> None:
+        self._exact.close()
+        self.loader.store.close()
 
 
 def _fitting(sized: Iterable[tuple[_T, int]], limit: int) -> list[_T]:

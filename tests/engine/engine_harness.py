@@ -48,11 +48,11 @@ class Harness:
     def run(self, coroutine):
         return self.runner.run(coroutine)
 
-    async def ask(self, token_ids, task=None, max_tokens=8, salt=None, logprobs=1):
+    async def ask(self, token_ids, task=None, max_tokens=8, salt=None, logprobs=1, prefix="once"):
         result = Result()
         salt = salt or f"test-{next(_salts)}"
         pieces = self.engine.generate(
-            token_ids, task, max_tokens=max_tokens, salt=salt, logprobs=logprobs, ignore_eos=True
+            token_ids, task, max_tokens=max_tokens, salt=salt, prefix=prefix, logprobs=logprobs, ignore_eos=True
         )
         async for output in pieces:
             result.token_ids += output.token_ids
