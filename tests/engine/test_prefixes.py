@@ -64,7 +64,7 @@ def test_damage_costs_a_prefix_and_no_token(runner, smollm, tmp_path, text):
         expected = harness.ask_now(prompt)
         for i, path in enumerate(sorted(files_of(tmp_path))):
             data = bytearray(path.read_bytes())
-            data[(i + 1) * len(data) // 5] ^= 1 << i
+            data[(2 * i + 1) * len(data) // 11] ^= 1 << i
             path.write_bytes(data)
         harness.run(harness.engine._llm.reset_prefix_cache())
         found = harness.ask_now(prompt, salt="a")
