@@ -1,8 +1,8 @@
 """What a chunk's KV directly after the anchor differs by from its mean KV, for the tokens where it differs most.
 
 It takes the place of a second record: a chunk that comes first in a prompt needs the KV after the anchor alone, and
-its mean in that place costs two to three times the drift (docs/decisions/0027). Half of the tokens' KV, counted in each
-layer, hardly depends on what stands before, and of the rest 4 bits are enough.
+its mean in that place costs two to three times the drift (docs/decisions/0027). The KV of some tokens, more of them in
+the first layers, hardly depends on what stands before, and of the rest 4 bits are enough.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 
 from ragkv.kernels.kv_fuse import Addend
 
-SHARE = 0.45  # of the tokens, counted in each layer
+FLOOR = 0.02  # of the energy of K and V: what differs by less is left out
 _LARGEST = 7  # of a 4-bit number, which are -7 to 7
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -65,26 +65,21 @@ def split(payload: memoryview, shape: tuple[int, int, int], num_tokens: int) -> 
     return Difference(*parts)
 
 
-def differences(alone: Iterable[KV], mean: Iterable[KV], share: float = SHARE) -> list[Difference | None]:
+def differences(alone: Iterable[KV], mean: Iterable[KV]) -> list[Difference | None]:
     """Return each layer's difference of `alone` from `mean`, layers of K and V `[Hkv, T, D]` at the same positions.
 
-    Of all layers' tokens the `share` is kept that differs most, measured by how much K, and V, vary among the layer's
-    tokens. None where no token of a layer is kept.
+    Kept are the tokens that differ by more than FLOOR: the energy of the difference over that of a layer's tokens, of
+    which K's is counted from the mean of all, and the mean of both ratios. None where no token of a layer is kept.
     """
-    changes, weights = [], []
+    found: list[Difference | None] = []
     for (k, v), (mean_k, mean_v) in zip(alone, mean, strict=True):
         k, v = k.float(), v.float()
         change = torch.stack([k - mean_k, v - mean_v])
         varying = torch.stack([k - k.mean(1, keepdim=True), v])
-        changes.append(change)
-        weights.append(_energy(change).div(_energy(varying).mean(1, keepdim=True).clamp(min=1e-30)).sum(0))
-    weight = torch.stack(weights)
-    kept = torch.zeros_like(weight, dtype=torch.bool)
-    kept.view(-1)[weight.flatten().topk(round(share * weight.numel())).indices] = True
-    return [
-        _quantised(change, row.nonzero().flatten()) if bool(row.any()) else None
-        for change, row in zip(changes, kept, strict=True)
-    ]
+        ratio = _energy(change) / _energy(varying).mean(1, keepdim=True).clamp(min=1e-30)
+        tokens = (ratio.mean(0) > FLOOR).nonzero().flatten()
+        found.append(_quantised(change, tokens) if len(tokens) else None)
+    return found
 
 
 def _energy(x: torch.Tensor) -> torch.Tensor:
