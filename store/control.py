@@ -13,6 +13,7 @@ from typing import Literal
 from ragkv.errors import ConfigError
 from ragkv.store.codecs import CODECS, Codec
 from ragkv.store.entries import ALIGNMENT, EntryFolder, entry_bytes
+from ragkv.store.eviction import Hint
 from ragkv.store.opening import store_errors
 from ragkv.store.record import (
     ChunkKey,
@@ -90,23 +91,29 @@ class StoreControl:
                 return read_header(begin).codec.name
         return None
 
-    def pin(self, chunk_hashes: Collection[str], disk_bytes: int | None) -> int:
-        """Pin all entries of these chunks. Returns the bytes of all that is pinned then.
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None, disk_bytes: int | None) -> int:
+        """Set the hint of all entries of these chunks. Returns the bytes of all that is pinned then.
 
-        disk_bytes: the store's budget. Raises ConfigError, having pinned nothing, if it can't hold them.
+        disk_bytes: the store's budget; None: pins aren't limited. Raises ConfigError, having changed nothing, if it
+        can't hold all that would be pinned.
         """
+        chunk_hashes = set(chunk_hashes)
         with self._errors("write to"), self._usage.writing():
-            pinned = self._usage.pinned_bytes(and_those_of=chunk_hashes)
-            if disk_bytes is not None and pinned > disk_bytes:
-                before = self._usage.pinned_bytes()
-                raise ConfigError(
-                    f"{_gib(pinned)} would be pinned with these ({_gib(before)} are already), and store.disk_gib is "
-                    f"{_gib(disk_bytes)}; pin fewer, unpin others, or raise store.disk_gib. Nothing was pinned"
-                )
+            if hint == "pin" and disk_bytes is not None:
+                self._check_pins(chunk_hashes, disk_bytes)
             for chunk_hash in chunk_hashes:
-                self._usage.hint(chunk_hash, "pin")
+                self._usage.hint(chunk_hash, hint)
+            pinned = self._usage.pinned_bytes()
         self._entries.mark_changed()  # for what is in memory, of other processes too
         return pinned
+
+    def _check_pins(self, chunk_hashes: Collection[str], disk_bytes: int) -> None:
+        before, pinned = self._usage.pinned_bytes(), self._usage.pinned_bytes(and_those_of=chunk_hashes)
+        if pinned > disk_bytes and pinned > before:
+            raise ConfigError(
+                f"{_gib(pinned)} would be pinned with these ({_gib(before)} are already), and store.disk_gib is "
+                f"{_gib(disk_bytes)}; pin fewer, unpin others, or raise store.disk_gib. Nothing was pinned"
+            )
 
     def unpin(self, chunk_hashes: Collection[str]) -> int:
         """Let those of these chunks that are pinned be evicted again. Returns the bytes of all that is pinned then."""
@@ -123,10 +130,6 @@ class StoreControl:
         """Return the hint of each of these chunks that has, or had, entries."""
         with self._errors("read"):
             return {key.chunk_hash: row.hint for key, row in self._usage.rows_of(chunk_hashes).items()}
-
-    def pinned_bytes(self) -> int:
-        with self._errors("write to"), self._usage.writing():
-            return self._usage.pinned_bytes()
 
     def warm(self, key: ChunkKey) -> int:
         """Bring an entry into the page cache. Returns its bytes, 0 if it isn't stored."""

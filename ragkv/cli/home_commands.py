@@ -27,12 +27,12 @@ _STREAM = Path("-")
 
 
 def stats(config: Config, as_json: AsJson = False) -> None:
-    """Show how many chunks and records the store holds, their codecs and their size."""
+    """Show how many chunks and records the store holds, their codecs and their size, and what is pinned."""
     with open_store(config) as kv, _tier(config, kv) as tier:
-        counts, codecs = kv.admin.stats(), kv.admin.codecs()
+        counts, codecs, pinned_bytes = kv.admin.stats(), kv.admin.codecs(), kv.admin.gauges()["pinned_bytes"]
         remote = None if tier is None else tier.status()
-    fields = {**asdict(counts), "codecs": codecs, "remote": remote}
-    show(fields, as_json, lambda _: output.print_stats(counts, codecs, remote))
+    fields = {**asdict(counts), "pinned_bytes": pinned_bytes, "codecs": codecs, "remote": remote}
+    show(fields, as_json, lambda _: output.print_stats(counts, pinned_bytes, codecs, remote))
 
 
 def verify(

@@ -53,7 +53,7 @@ def pin(
     from ragkv.operations import changes
 
     with _chosen(config, documents, tenant, all) as (store, chosen):
-        pinning = changes.pin(store, chosen, config.store.options()["disk_bytes"])
+        pinning = changes.pin(store, chosen, config.store.disk_bytes)
     show(pinning, as_json, lambda done: operator_output.print_pinning("pinned", done))
 
 
@@ -64,7 +64,7 @@ def unpin(
     from ragkv.operations import changes
 
     with _chosen(config, documents, tenant, all) as (store, chosen):
-        pinning = changes.unpin(store, chosen, config.store.options()["disk_bytes"])
+        pinning = changes.unpin(store, chosen, config.store.disk_bytes)
     show(pinning, as_json, lambda done: operator_output.print_pinning("unpinned", done))
 
 
@@ -170,7 +170,7 @@ def health(config: Config, as_json: AsJson = False) -> None:
     from ragkv.home import Home
     from ragkv.operations.health import examine, unusable
 
-    home, disk_bytes = Home(config.home), config.store.options()["disk_bytes"]
+    home, disk_bytes = Home(config.home), config.store.disk_bytes
     try:
         with open_store(config) as store:
             found = examine(home, store, disk_bytes)

@@ -109,6 +109,8 @@ def print_ingest_report(report: "IngestReport") -> None:
         )
     if report.chunks_unreached:
         _print_unreached(report.chunks_unreached)
+    if report.hint_refused:
+        err.print(f"the hint isn't kept: {report.hint_refused}", style="yellow", markup=False, soft_wrap=True)
     for error in report.rejected:
         out.print(f"rejected: {error}", style="yellow", markup=False, soft_wrap=True)
 
@@ -214,12 +216,15 @@ def print_profile(profile: "Profile") -> None:
     out.print(f"KV from disk instead of memory: {profile.cold_ms:,.1f} ms more per thousand tokens")
 
 
-def print_stats(stats: "StoreStats", codecs: Mapping[str, int], remote: "RemoteStatus | None") -> None:
+def print_stats(
+    stats: "StoreStats", pinned_bytes: int, codecs: Mapping[str, int], remote: "RemoteStatus | None"
+) -> None:
     out.print(f"chunks       {stats.num_chunks:,}")
     out.print(f"records      {stats.num_records:,} (one for each chunk and layer)")
     out.print(f"codecs       {', '.join(f'{name} {count:,}' for name, count in codecs.items()) or 'none'}")
     out.print(f"KV           {stats.size_bytes / MIB:,.1f} MiB")
     out.print(f"disk         {stats.file_bytes / MIB:,.1f} MiB")
+    out.print(f"pinned       {pinned_bytes / MIB:,.1f} MiB")
     if remote is not None:
         pending = f"; {_chunks(remote.pending_deletions)} to be deleted there" if remote.pending_deletions else ""
         state = "answers" if remote.problem is None else f"doesn't answer: {remote.problem}"

@@ -96,7 +96,7 @@ class Clearing:
 
 def pin(store: DiskStore, chosen: Chosen, disk_bytes: int | None) -> Pinning:
     """Pin documents' KV. Raises ConfigError, having pinned nothing, if the budget can't hold all that is pinned."""
-    pinned_bytes = store.control.pin(chosen.chunk_hashes, disk_bytes)
+    pinned_bytes = store.control.hint(chosen.chunk_hashes, "pin", disk_bytes)
     num_pinned = len(store.control.hints(chosen.chunk_hashes))
     num_without_kv = len(chosen.chunk_hashes) - num_pinned
     return Pinning(chosen.num_documents, num_pinned, num_without_kv, [], pinned_bytes, disk_bytes)

@@ -33,7 +33,7 @@ class RunningStore:
 
     def __init__(self, workspace: "Workspace") -> None:
         self._workspace, self._home, self._store = workspace, workspace.home, workspace.store
-        self._disk_bytes: int | None = workspace.config.store.options()["disk_bytes"]
+        self._disk_bytes = workspace.config.store.disk_bytes
         self._memory_bytes: int = workspace.config.store.worker_options()["memory_bytes"]
         self._examining: asyncio.Future[Health] | None = None
 

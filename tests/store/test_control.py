@@ -73,7 +73,7 @@ def test_a_pin_is_no_use(store):
     (key,) = put(store, 1)
     before = info_of(store, key)
     time.sleep(0.01)
-    store.control.pin([key.chunk_hash], None)
+    store.control.hint([key.chunk_hash], "pin", None)
     pinned = info_of(store, key)
     store.control.unpin([key.chunk_hash])
     assert pinned == replace(before, hint="pin") and info_of(store, key) == before
@@ -81,12 +81,51 @@ def test_a_pin_is_no_use(store):
 
 def test_more_pins_than_the_budget_holds_are_refused_with_both_sizes(store):
     put(store, 1, 2, 3)
-    assert store.control.pin([hash_of(1)], 2 * CHUNK_BYTES) == CHUNK_BYTES
+    assert store.control.hint([hash_of(1)], "pin", 2 * CHUNK_BYTES) == CHUNK_BYTES
     with pytest.raises(ConfigError, match=r"GiB would be pinned with these .* store.disk_gib is .* GiB; .* Nothing"):
-        store.control.pin([hash_of(2), hash_of(3)], 2 * CHUNK_BYTES)
+        store.control.hint([hash_of(2), hash_of(3)], "pin", 2 * CHUNK_BYTES)
     assert store.control.hints(map(hash_of, range(1, 5))) == {hash_of(1): "pin", hash_of(2): None, hash_of(3): None}
-    assert store.control.pin([hash_of(1), hash_of(2)], 2 * CHUNK_BYTES) == 2 * CHUNK_BYTES
-    assert store.control.unpin([hash_of(1)]) == CHUNK_BYTES == store.control.pinned_bytes()
+    assert store.control.hint([hash_of(1), hash_of(2)], "pin", 2 * CHUNK_BYTES) == 2 * CHUNK_BYTES
+    assert store.control.unpin([hash_of(1)]) == CHUNK_BYTES == store.admin.gauges()["pinned_bytes"]
+
+
+def test_pins_are_counted_as_entries_come_and_change_and_go(store):
+    def pinned():
+        with store._usage.writing():
+            rows = store._usage.rows_of(store.chunk_hashes(evicted=True)).values()
+        assert store.admin.gauges()["pinned_bytes"] == sum(row.size_bytes for row in rows if row.hint == "pin")
+        return store.admin.gauges()["pinned_bytes"]
+
+    put(store, 1, 2, 3)
+    for hint, expected in (("pin", 2), ("pin", 2), ("session", 0), ("pin", 2)):
+        store.hint([hash_of(1), hash_of(2)], hint)
+        assert pinned() == expected * CHUNK_BYTES
+    store.put([(make_key(chunk=1, anchor=9), LAYERS)])  # its mean
+    assert pinned() == 3 * CHUNK_BYTES
+    store.control.clear([make_key(chunk=1)])  # it comes back
+    assert pinned() == 3 * CHUNK_BYTES
+    size = store.control.recode(make_key(chunk=2), CODECS["int8"]).bytes_after
+    assert pinned() == 2 * CHUNK_BYTES + size
+    store.delete([hash_of(1)])
+    assert pinned() == size
+    store.hint([hash_of(2)], None)
+    assert pinned() == 0
+
+
+def test_pins_of_a_table_of_before_are_counted_when_it_is_opened(tmp_path):
+    with closing(DiskStore(tmp_path / "kv")) as store:
+        put(store, 1, 2)
+        store.hint([hash_of(1)], "pin")
+        with store._usage.writing():
+            store._usage._totals.delete(b"pinned_bytes")
+    with closing(DiskStore(tmp_path / "kv")) as store:
+        assert store.admin.gauges()["pinned_bytes"] == CHUNK_BYTES
+
+
+def test_what_is_pinned_beyond_a_smaller_budget_may_be_pinned_again(store):
+    put(store, 1, 2)
+    store.control.hint([hash_of(1), hash_of(2)], "pin", None)
+    assert store.control.hint([hash_of(1)], "pin", CHUNK_BYTES) == 2 * CHUNK_BYTES
 
 
 def test_unpinning_leaves_other_hints(store):
@@ -98,7 +137,7 @@ def test_unpinning_leaves_other_hints(store):
 
 def test_an_entry_that_comes_later_has_its_chunks_hint(store):
     put(store, 1)
-    store.control.pin([hash_of(1)], None)
+    store.control.hint([hash_of(1)], "pin", None)
     mean = make_key(chunk=1, anchor=9)
     store.put([(mean, LAYERS)])
     assert {info.hint for info in store.control.describe([hash_of(1)])[hash_of(1)]} == {"pin"}
@@ -127,7 +166,7 @@ def test_entries_are_held_in_memory_without_a_use_and_given_up(store):
 
 def test_what_is_held_gives_way_to_what_is_warmed_but_for_what_is_pinned_or_spared(store):
     keys = put(store, *range(1, 8))
-    store.control.pin([hash_of(1)], None)
+    store.control.hint([hash_of(1)], "pin", None)
     assert store.hold(keys[:2]) == keys[:2]
     assert store.hold(keys[2:4], spared=keys[:2]) == keys[2:4]
     held = store.hold(keys[4:6])
@@ -158,7 +197,7 @@ def test_an_entry_is_encoded_anew(store, codec):
     (key,) = put(store, 1, layers=[replace(kv, v_std=v_std) for kv in LAYERS])
     store.touch([key])
     store._usage.flush()
-    store.control.pin([key.chunk_hash], None)
+    store.control.hint([key.chunk_hash], "pin", None)
     store.hold([key])
     before, old = info_of(store, key), layers_of(store, key)
     done = store.control.recode(key, codec)
@@ -307,7 +346,7 @@ def test_cleared_entries_come_back_with_their_uses_and_hints(store):
     (key,) = put(store, 1)
     store.touch([key] * 4)
     store._usage.flush()
-    store.control.pin([key.chunk_hash], None)
+    store.control.hint([key.chunk_hash], "pin", None)
     assert store.control.clear([key, make_key(chunk=2)]) == CHUNK_BYTES
     assert not store.contains(key) and store.keys(evicted=True) == [key]
     put(store, 1)
