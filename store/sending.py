@@ -97,6 +97,7 @@ class Sender:
 
     def _send(self, key: ChunkKey) -> bool:
         """Send one entry, if it is still stored. Returns whether nothing is left to do for it."""
+        change = self._deletions.last_change
         file = self._store.entries.read(key)
         if file is None or key.chunk_hash in self._deletions:
             return True
@@ -113,7 +114,8 @@ class Sender:
         with self._lock:
             self._traffic.entries_sent += 1
             self._traffic.bytes_sent += len(file)
-        if not self._store.remembers(key):  # it was deleted meanwhile, perhaps before it was in the bucket
+        was_cleared = self._deletions.last_change != change and not self._store.contains(key)
+        if was_cleared or not self._store.remembers(key):  # or deleted, meanwhile, perhaps before it was in the bucket
             self._deletions.add([key.chunk_hash])
         return True
 

@@ -63,7 +63,7 @@ class RemoteTier:
         self.delete_pending = self._sender.delete_pending
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        store.before_delete = self._deletions.add
+        store.before_delete = self.note_deletions
 
     def start(self) -> None:
         """Send and delete from now on, in a thread."""
@@ -112,6 +112,15 @@ class RemoteTier:
             problem = str(error)
         return RemoteStatus(self.remote.url, problem, self.num_pending_deletions)
 
+    def note_deletions(self, chunk_hashes: Iterable[str]) -> None:
+        """Have all that is of these chunks deleted in the bucket, by the next `delete_pending` of any process; until
+        then nothing of it is fetched or sent."""
+        self._deletions.add(chunk_hashes)
+
+    def keys_of(self, chunk_hashes: Collection[str]) -> list[ChunkKey]:
+        """List the objects of these chunks. Raises RemoteError for an outage."""
+        return [key for key, _ in self.remote.sizes() if key.chunk_hash in chunk_hashes]
+
     def delete_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Delete these objects in the bucket only. Raises RemoteError for an outage."""
         for key in keys:
@@ -121,7 +130,7 @@ class RemoteTier:
     def verify(self, chunk_hashes: Collection[str]) -> Verification:
         """Read and check the objects of these chunks. Raises RemoteError for an outage."""
         num_records, problems = 0, []
-        for key in [key for key, _ in self.remote.sizes() if key.chunk_hash in chunk_hashes]:
+        for key in self.keys_of(chunk_hashes):
             try:
                 if (file := self.remote.get(key)) is not None:
                     num_records += len(records_in(file, key))

@@ -5,13 +5,13 @@ A server may run meanwhile. What its worker has in memory is asked for and chang
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragkv.cli import operator_output, output
-from ragkv.cli.home_commands import open_store, show
+from ragkv.cli.home_commands import open_store, opened_tier, show
 from ragkv.cli.options import AsJson
 from ragkv.cli.output import err
 from ragkv.config import Config
@@ -138,12 +138,15 @@ def clear(
         typer.Option(help="KV of a model: the first characters of its fingerprint; `other`: of all but the home's."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be cleared.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Only on this machine: store.remote keeps it, and it is fetched again.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask no question.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete KV. Documents stay indexed, and their KV is made again once a question misses it.
 
-    `ragkv store delete` deletes documents.
+    `ragkv store delete` deletes documents. What is in `store.remote` is deleted there too.
     """
     from ragkv.home import Home
     from ragkv.operations import changes
@@ -151,14 +154,18 @@ def clear(
     if model is not None:
         if documents or tenant is not None or all:
             raise ConfigError("--model clears a model's KV of all documents; leave out documents, --tenant and --all")
-        with open_store(config) as store:
-            clearing = changes.clear_model(Home(config.home), store, model, dry_run=dry_run)
+        with open_store(config) as store, nullcontext() if local else opened_tier(config, store) as tier:
+            clearing = changes.clear_model(Home(config.home), store, tier, model, dry_run=dry_run)
     else:
-        with _chosen(config, documents, tenant, all) as (store, chosen):
+        with (
+            _chosen(config, documents, tenant, all) as (store, chosen),
+            nullcontext() if local else opened_tier(config, store) as tier,
+        ):
             if all and not dry_run and not yes:
                 size = operator_output.size(store.admin.gauges()["disk_bytes"])
-                _ask(f"Clear all KV of {config.home}, {size}? [y/N]")
-            clearing = (changes.clear_all if all else changes.clear)(store, chosen, dry_run=dry_run)
+                remote = "" if tier is None else f", and of these documents in {tier.remote.url}"
+                _ask(f"Clear all KV of {config.home}, {size}{remote}? [y/N]")
+            clearing = (changes.clear_all if all else changes.clear)(store, tier, chosen, dry_run=dry_run)
     show(clearing, as_json, operator_output.print_clearing)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ragkv.cli.output import MIB, out
+from ragkv.cli.output import MIB, out, print_unreached
 
 if TYPE_CHECKING:
     from ragkv.operations.changes import Clearing, Demotion, Pinning, Recoding, Warming
@@ -93,6 +93,10 @@ def print_clearing(done: "Clearing") -> None:
     shared = f"; {done.num_shared:,} kept, other documents share them" if done.num_shared else ""
     verb = "would be cleared" if done.dry_run else "cleared"
     out.print(f"KV of {count(done.num_chunks, 'chunks')} {verb}, {size(done.size_bytes)}{shared}")
+    if done.remote is not None:
+        out.print(f"what {done.remote} has of it {verb} too", markup=False, soft_wrap=True)
+    if done.num_unreached:
+        print_unreached(done.num_unreached)
 
 
 def print_health(found: "Health") -> None:

@@ -6,12 +6,13 @@ Any other process may use the home meanwhile; what a server's worker has in memo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, RemoteError
 from ragkv.home import Home
 from ragkv.operations.selection import Chosen
 from ragkv.store.control import Recoded, codec_named
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
+from ragkv.store.tier import RemoteTier
 
 Progress = Callable[[int], None]  # called with the bytes of each entry that is done
 OTHER_MODELS = "other"
@@ -85,13 +86,17 @@ class Recoding:
 
 @dataclass(frozen=True)
 class Clearing:
-    """What was cleared, or would be. num_shared: chunks that stay, because other documents have them."""
+    """What was cleared, or would be. num_chunks, size_bytes: on the disk. num_shared: chunks that stay, because other
+    documents have them. remote: the bucket in which it is cleared too. num_unreached: chunks whose KV may still be
+    there, since it couldn't be reached: it isn't used, and its deletion is tried again."""
 
     num_documents: int
     num_chunks: int
     num_shared: int
     size_bytes: int
     dry_run: bool
+    remote: str | None = None
+    num_unreached: int = 0
 
 
 def pin(store: DiskStore, chosen: Chosen, disk_bytes: int | None) -> Pinning:
@@ -153,31 +158,43 @@ def recode(store: DiskStore, keys: Sequence[ChunkKey], codec: str, progress: Pro
     return done
 
 
-def clear(store: DiskStore, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
+def clear(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
     """Delete documents' KV, but for chunks that other documents have. They stay indexed, and their KV is made again
-    once a question finds it missing; it then has the uses and the hint that it had."""
-    return _clear(store, chosen.chunk_hashes - chosen.shared, chosen, dry_run=dry_run)
+    once a question finds it missing; it then has the uses and the hint that it had.
+
+    tier: the bucket behind the store, where all that is of these chunks is deleted too, also what isn't on the disk;
+    None leaves it.
+    """
+    return _clear(store, tier, chosen.chunk_hashes - chosen.shared, chosen, dry_run=dry_run)
 
 
-def _clear(store: DiskStore, hashes: set[str], chosen: Chosen, *, dry_run: bool) -> Clearing:
+def clear_all(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
+    """Delete all KV of the store, whoever's it is. chosen: all documents. tier: as of `clear`."""
+    hashes = chosen.chunk_hashes.union(store.chunk_hashes(evicted=True))
+    return _clear(store, tier, hashes, chosen, dry_run=dry_run)
+
+
+def _clear(store: DiskStore, tier: RemoteTier | None, hashes: set[str], chosen: Chosen, *, dry_run: bool) -> Clearing:
+    if tier is not None and not dry_run:
+        tier.note_deletions(hashes)  # first, so that nothing of it is fetched any more
     keys = store.control.keys_of(hashes)
     size_bytes = sum(store.admin.sizes(keys).values()) if dry_run else store.control.clear(keys)
-    num_chunks = len({key.chunk_hash for key in keys})
-    return Clearing(chosen.num_documents, num_chunks, len(chosen.shared), size_bytes, dry_run)
+    num_unreached = 0 if tier is None or dry_run else len(tier.delete_pending(hashes))
+    num_chunks, remote = len({key.chunk_hash for key in keys}), None if tier is None else tier.remote.url
+    return Clearing(chosen.num_documents, num_chunks, len(chosen.shared), size_bytes, dry_run, remote, num_unreached)
 
 
-def clear_all(store: DiskStore, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
-    """Delete all KV of the store, whoever's it is. chosen: all documents."""
-    return _clear(store, set(store.chunk_hashes()), chosen, dry_run=dry_run)
-
-
-def clear_model(home: Home, store: DiskStore, model: str, *, dry_run: bool = False) -> Clearing:
+def clear_model(
+    home: Home, store: DiskStore, tier: RemoteTier | None, model: str, *, dry_run: bool = False
+) -> Clearing:
     """Delete the KV of a model, by the first characters of its fingerprint, or of all models that aren't the home's.
 
-    Raises ConfigError for a name that means none, or more than one, or the home's own.
+    tier: the bucket behind the store, where the model's KV of this home's chunks is deleted too; None leaves it. Raises
+    ConfigError for a name that means none, or more than one, or the home's own, and RemoteError for an outage.
     """
     own, keys = home.fingerprint(), store.keys()
-    stored = sorted({key.fingerprint for key in keys})
+    shared = [] if tier is None else _in_bucket(tier, home.chunk_hashes().union(store.chunk_hashes(evicted=True)))
+    stored = sorted({key.fingerprint for key in (*keys, *shared)})
     meant = [each for each in stored if each.startswith(model) and len(model) >= _MIN_PREFIX]
     if model == OTHER_MODELS:
         if own is None:
@@ -195,4 +212,21 @@ def clear_model(home: Home, store: DiskStore, model: str, *, dry_run: bool = Fal
     size_bytes = sum(store.admin.sizes(cleared).values())
     if not dry_run:
         store.delete_keys(cleared)
-    return Clearing(0, len({key.chunk_hash for key in cleared}), 0, size_bytes, dry_run)
+        if tier is not None:
+            _delete_in_bucket(tier, [key for key in shared if key.fingerprint in meant])
+    remote = None if tier is None else tier.remote.url
+    return Clearing(0, len({key.chunk_hash for key in cleared}), 0, size_bytes, dry_run, remote)
+
+
+def _in_bucket(tier: RemoteTier, chunk_hashes: set[str]) -> list[ChunkKey]:
+    try:
+        return tier.keys_of(chunk_hashes)
+    except RemoteError as error:
+        raise RemoteError(f"{error}. Nothing was cleared; try again, or clear the disk alone (--local)") from error
+
+
+def _delete_in_bucket(tier: RemoteTier, keys: Sequence[ChunkKey]) -> None:
+    try:
+        tier.delete_keys(keys)
+    except RemoteError as error:
+        raise RemoteError(f"{error}. The disk is cleared, but not all of the bucket; clear the model again") from error

@@ -1,6 +1,7 @@
 """What operators do with the KV of a running server, in its worker's memory too. Answers go first."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -111,19 +112,22 @@ class RunningStore:
             done.add(key, await asyncio.to_thread(self._store.control.recode, key, target))
         return done
 
-    async def clear(self, selection: Selection | None, *, dry_run: bool) -> Clearing:
-        """Delete the KV of documents, or of all the store. The documents stay indexed."""
+    async def clear(self, selection: Selection | None, *, dry_run: bool, local: bool) -> Clearing:
+        """Delete the KV of documents, or of all the store. The documents stay indexed. local: not in the bucket."""
+        tier = None if local else self._workspace.tier
         chosen = await self._choose(selection or Selection())
         clear = changes.clear_all if selection is None else changes.clear
         keys = await asyncio.to_thread(self._store.control.keys_of, chosen.chunk_hashes)
-        clearing = await asyncio.to_thread(lambda: clear(self._store, chosen, dry_run=dry_run))
+        clearing = await asyncio.to_thread(lambda: clear(self._store, tier, chosen, dry_run=dry_run))
         if not dry_run:
             await self._release([key for key in keys if not self._store.contains(key)])
         return clearing
 
-    async def clear_model(self, model: str, *, dry_run: bool) -> Clearing:
-        """Delete the KV of other models than the home's. Raises ConfigError as `changes.clear_model` does."""
-        return await asyncio.to_thread(lambda: changes.clear_model(self._home, self._store, model, dry_run=dry_run))
+    async def clear_model(self, model: str, *, dry_run: bool, local: bool) -> Clearing:
+        """Delete the KV of other models than the home's. Errors as of `changes.clear_model`. local: as of `clear`."""
+        tier = None if local else self._workspace.tier
+        clear = functools.partial(changes.clear_model, self._home, self._store, tier, model, dry_run=dry_run)
+        return await asyncio.to_thread(clear)
 
     async def health(self) -> Health:
         """Examine the store. One that doesn't answer in ten seconds isn't well; only one examination runs at a time."""

@@ -171,9 +171,9 @@ class Worker:
 class OperatedPipeline(ScriptedPipeline):
     """With a workspace."""
 
-    def __init__(self, folder, home, store, config, engine=None):
+    def __init__(self, folder, home, store, config, engine=None, tier=None):
         super().__init__(folder)
-        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config)
+        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config, tier=tier)
 
 
 @contextmanager
