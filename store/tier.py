@@ -53,12 +53,12 @@ class RemoteTier:
         remote: Remote,
         unneeded: Unneeded = lambda hashes: (),
         is_quiet: Callable[[], bool] = lambda: True,
-        is_final: Callable[[ChunkKey], bool] = lambda key: True,
+        waiting: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self.remote, self.traffic, self._store = remote, Traffic(), store
         self._contents, self._deletions = Contents(), Deletions(store.path / _DELETIONS)
         known = (self._contents, self._deletions, self.traffic, unneeded)
-        self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, is_final)
+        self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, waiting)
         self.fetch, self.send = self._fetcher.fetch, self._sender.send
         self.delete_pending = self._sender.delete_pending
         self._closed = threading.Event()
@@ -156,7 +156,7 @@ def open_tier(
     place: Place,
     unneeded: Unneeded = lambda hashes: (),
     is_quiet: Callable[[], bool] = lambda: True,
-    is_final: Callable[[ChunkKey], bool] = lambda key: True,
+    waiting: Callable[[], Collection[str]] = lambda: (),
 ) -> RemoteTier | None:
     """Return the tier behind a store; None if it has none. Raises StoreError if the store has another than that.
 
@@ -172,7 +172,7 @@ def open_tier(
         )
     if url is None:
         return None
-    tier = RemoteTier(store, Remote(url, place.remote_timeout_s), unneeded, is_quiet, is_final)
+    tier = RemoteTier(store, Remote(url, place.remote_timeout_s), unneeded, is_quiet, waiting)
     if known is None:
         marker.write_text(f"{url}\n")
     return tier

@@ -85,7 +85,7 @@ def gc(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
+    """Delete unused KV: of no document, of another model, anchor or number of contexts, or beside what replaced it."""
     from ragkv.home import Home
     from ragkv.index.deletion import collect_garbage
 

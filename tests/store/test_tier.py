@@ -93,6 +93,14 @@ def test_what_the_bucket_lacks_is_a_miss(other):
     assert tier.traffic.misses == {ABSENT: 2} and not list(store.entries)
 
 
+def test_what_waits_for_another_to_take_its_place_is_not_sent(one, bucket):
+    store, tier = one
+    asked = []
+    tier._sender._waiting = lambda: asked.append(1) or {make_key(1, 9).anchor_hash}
+    assert tier.send() == 0 and tier.traffic.entries_sent == 2
+    assert len(asked) == 1 and len(list(store.entries)) == 3  # once for all of them
+
+
 def test_what_no_document_needs_is_neither_sent_nor_kept(tmp_path, one, bucket):
     unneeded = {make_key(1).chunk_hash}
     with opened(tmp_path / "other", bucket, unneeded=lambda hashes: unneeded & set(hashes)) as (store, tier):
