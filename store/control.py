@@ -6,12 +6,13 @@ Any number of processes may use the store meanwhile. What is in a worker's memor
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ragkv.errors import ConfigError
 from ragkv.store.codecs import CODECS, Codec
+from ragkv.store.difference import differences
 from ragkv.store.entries import ALIGNMENT, EntryFolder, entry_bytes
 from ragkv.store.eviction import Hint
 from ragkv.store.opening import store_errors
@@ -27,8 +28,8 @@ from ragkv.store.record import (
 from ragkv.store.usage import Usage
 
 _GIB = 1 << 30
-# recoded; left as it is because it has the codec, or would not get smaller; changed or gone meanwhile; damaged
-Outcome = Literal["recoded", "same", "no smaller", "changed", "damaged"]
+# recoded; two made one; left as it is because it has the codec, or would not get smaller; changed or gone; damaged
+Outcome = Literal["recoded", "joined", "same", "no smaller", "changed", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,15 @@ class Recoded:
     outcome: Outcome
     bytes_before: int = 0
     bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The keys of a chunk's two entries, after the anchor alone and the mean, and of the one that can hold both."""
+
+    alone: ChunkKey
+    mean: ChunkKey
+    joined: ChunkKey
 
 
 class StoreControl:
@@ -171,11 +181,9 @@ class StoreControl:
 
     def _decoded(self, key: ChunkKey, codec: Codec) -> list[LayerKV] | Outcome:
         """Return an entry's layers as they were before they were encoded, or why it is to stay."""
-        file = self._entries.open(key)
-        if file is None:
+        records = self._records(key)
+        if records is None:
             return "changed"
-        with closing(file):
-            records = [file.read(i) for i in range(len(file.layout.lengths))]
         headers = list(map(read_header, records))
         if all(header.codec == codec for header in headers):
             return "same"
@@ -183,8 +191,56 @@ class StoreControl:
         for i, (record, header) in enumerate(zip(records, headers, strict=True)):
             kv = decode(key.layer(i), record)
             k, v = (part.to(header.dtype) for part in kv.decoded())
-            layers.append(LayerKV(k, v, kv.base_position, kv.v_std))
+            layers.append(LayerKV(k, v, kv.base_position, kv.v_std, difference=kv.difference))
         return layers if sum(record_bytes(kv, codec) for kv in layers) < sum(map(len, records)) else "no smaller"
+
+    def join(self, pair: Pair, codec: Codec) -> Recoded:
+        """Put one entry in the place of two: the mean, with the difference of the KV after the anchor alone.
+
+        As of what is put, the row is committed before the file has its name: killed in between, both entries are there.
+        """
+        keys = (pair.alone, pair.mean)
+        with self._errors("write to"):
+            versions, size = list(map(self._entries.version, keys)), sum(map(self._entries.size, keys))
+            try:
+                alone, mean = (self._layers(key) for key in keys)
+            except CorruptRecordError:
+                return Recoded("damaged", size, size)
+            if not (alone and mean):
+                return Recoded("changed", size, size)
+            changes = differences([(kv.k, kv.v) for kv in alone], [(kv.k.float(), kv.v.float()) for kv in mean])
+            layers = [replace(kv, difference=change) for kv, change in zip(mean, changes, strict=True)]
+            records = [encode(pair.joined.layer(i), kv, codec) for i, kv in enumerate(layers)]
+            file, size_after = self._entries.write(pair.joined, records), entry_bytes([*map(len, records)])
+            try:
+                with self._usage.writing():
+                    self._usage.copy(pair.mean, pair.joined, size_after)
+                with self._usage.writing():
+                    if list(map(self._entries.version, keys)) != versions:
+                        self._usage.lose(pair.joined)
+                        return Recoded("changed", size, size)
+                    self._entries.publish({pair.joined: file})
+                    self._entries.delete(keys)
+                    for key in keys:
+                        self._usage.forget(key.prefix())
+            finally:
+                file.unlink(missing_ok=True)
+        return Recoded("joined", size, size_after)
+
+    def _layers(self, key: ChunkKey) -> list[LayerKV]:
+        """Return an entry's layers as they were before they were encoded; none if it isn't stored."""
+        layers = []
+        for i, record in enumerate(self._records(key) or ()):
+            kv, dtype = decode(key.layer(i), record), read_header(record).dtype
+            k, v = (part.to(dtype) for part in kv.decoded())
+            layers.append(LayerKV(k, v, kv.base_position, kv.v_std))
+        return layers
+
+    def _records(self, key: ChunkKey) -> list[memoryview] | None:
+        if (file := self._entries.open(key)) is None:
+            return None
+        with closing(file):
+            return [file.read(i) for i in range(len(file.layout.lengths))]
 
     def _replace(self, key: ChunkKey, records: Sequence[bytes], version: tuple[int, int] | None, size: int) -> Recoded:
         """Write a file without a name, and give it the entry's, with its row; unless the entry was changed meanwhile.

@@ -121,6 +121,11 @@ class Usage:
         if row := self._row(key.prefix()):
             self._set(key.prefix(), row, replace(row, size_bytes=size_bytes))
 
+    def copy(self, key: ChunkKey, to: ChunkKey, size_bytes: int) -> None:
+        """Note what is known of an entry for another one, of this size, that is to take its place."""
+        if row := self._row(key.prefix()):
+            self._set(to.prefix(), self._row(to.prefix()), replace(row, size_bytes=size_bytes, stored=True))
+
     def pinned_bytes(self, and_those_of: Iterable[str] = ()) -> int:
         """Return the bytes of pinned entries, if those of these chunks were pinned too. Evicted ones count: they come
         back."""

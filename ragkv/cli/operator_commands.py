@@ -110,21 +110,24 @@ def recode(
 
     New KV is stored with `store.codec`. Exits with status 1 if some was damaged, or nothing could get smaller.
     """
+    from ragkv.home import Home
     from ragkv.operations import changes
     from ragkv.store.control import codec_named
 
     codec_named(codec)  # reports a bad one before anything is looked for
     with _chosen(config, documents, tenant, all) as (store, chosen):
         keys = changes.keys_to_recode(store, None if all else chosen)
+        pair_of = changes.pairs(Home(config.home), config.store)
         total = sum(store.admin.sizes(keys).values())
         try:
             with output.byte_bar(f"Encoding as {codec}", total) as advance:
-                recoding = changes.recode(store, keys, codec, advance)
+                recoding = changes.recode(store, keys, pair_of, codec, advance)
         except KeyboardInterrupt:
             err.print("interrupted; run it again to continue")
             raise
     show(recoding, as_json, operator_output.print_recoding)
-    if recoding.problems or (recoding.num_no_smaller and not recoding.num_recoded + recoding.num_same):
+    num_done = recoding.num_recoded + recoding.num_joined + recoding.num_same
+    if recoding.problems or (recoding.num_no_smaller and not num_done):
         raise typer.Exit(1)
 
 

@@ -82,7 +82,8 @@ def print_recoding(done: "Recoding") -> None:
     for problem in done.problems:
         out.print(problem, style="red", markup=False, soft_wrap=True)
     same = f", {done.num_same:,} had it already" if done.num_same else ""
-    out.print(f"{count(done.num_recoded, 'entries')} encoded as {done.codec}{same}")
+    joined = f", the two entries of {count(done.num_joined, 'chunks')} joined" if done.num_joined else ""
+    out.print(f"{count(done.num_recoded, 'entries')} encoded as {done.codec}{joined}{same}")
     out.print(f"{size(done.bytes_before)} before, {size(done.bytes_after)} after")
     if done.num_no_smaller:
         stay = f"{count(done.num_no_smaller, 'entries')} stay: they would get no smaller, and lose once more"

@@ -4,17 +4,21 @@ Any other process may use the home meanwhile; what a server's worker has in memo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ragkv.config import StoreConfig
 from ragkv.errors import ConfigError, RemoteError
-from ragkv.home import Home
+from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.operations.selection import Chosen
-from ragkv.store.control import Recoded, codec_named
+from ragkv.retriever.hashing import CONTEXTS, mean_hash
+from ragkv.store.codecs import Codec
+from ragkv.store.control import Pair, Recoded, codec_named
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
 from ragkv.store.tier import RemoteTier
 
 Progress = Callable[[int], None]  # called with the bytes of each entry that is done
+PairOf = Callable[[ChunkKey], Pair | None]
 OTHER_MODELS = "other"
 _MIN_PREFIX = 4
 
@@ -62,11 +66,13 @@ class Demotion:
 
 @dataclass
 class Recoding:
-    """What was encoded anew. num_same: entries that had the codec. num_no_smaller: those that stay, since they would
-    not get smaller. num_left: not looked at yet, for the time was up. problems: a line for each damaged entry."""
+    """What was encoded anew. num_joined: chunks whose two entries are one now. num_same: entries that had the codec.
+    num_no_smaller: those that stay, since they would not get smaller. num_left: not looked at yet, for the time was up.
+    problems: a line for each damaged entry."""
 
     codec: str
     num_recoded: int = 0
+    num_joined: int = 0
     num_same: int = 0
     num_no_smaller: int = 0
     num_left: int = 0
@@ -76,6 +82,7 @@ class Recoding:
 
     def add(self, key: ChunkKey, entry: Recoded) -> None:
         self.num_recoded += entry.outcome == "recoded"
+        self.num_joined += entry.outcome == "joined"
         self.num_same += entry.outcome == "same"
         self.num_no_smaller += entry.outcome == "no smaller"
         if entry.outcome == "damaged":
@@ -145,14 +152,34 @@ def keys_to_recode(store: DiskStore, chosen: Chosen | None) -> list[ChunkKey]:
     return store.keys() if chosen is None else store.control.keys_of(chosen.chunk_hashes)
 
 
-def recode(store: DiskStore, keys: Sequence[ChunkKey], codec: str, progress: Progress = _silent) -> Recoding:
-    """Encode entries anew, one by one; interrupted, call it again.
+def pairs(home: Home, settings: StoreConfig) -> PairOf:
+    """Return what gives the pair that an entry is of, if `store.codec` wants one entry in its place; else None."""
+    with home.open_catalog() as catalog:
+        anchor, num_contexts = catalog.get_setting(ANCHOR_SETTING), int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
+    if not (settings.joins and anchor and num_contexts > 1):
+        return lambda key: None
+    two = [anchor, mean_hash(anchor, CONTEXTS, num_contexts)]
+    hashes = [*two, mean_hash(anchor, CONTEXTS, num_contexts, joins=True)]
+    return lambda key: Pair(*(replace(key, anchor_hash=each) for each in hashes)) if key.anchor_hash in two else None
+
+
+def recode_one(store: DiskStore, key: ChunkKey, pair: Pair | None, codec: Codec) -> Recoded:
+    """Encode an entry anew; with the other one of its pair as one entry, if both are stored."""
+    if pair is not None and store.contains(pair.alone) and store.contains(pair.mean):
+        return store.control.join(pair, codec)
+    return store.control.recode(key, codec)
+
+
+def recode(
+    store: DiskStore, keys: Sequence[ChunkKey], pair_of: PairOf, codec: str, progress: Progress = _silent
+) -> Recoding:
+    """Encode entries anew, one by one; interrupted, call it again. pair_of: of `pairs`.
 
     Raises ConfigError for a codec that they can't be encoded with.
     """
     done, target = Recoding(codec), codec_named(codec)
     for key in keys:
-        entry = store.control.recode(key, target)
+        entry = recode_one(store, key, pair_of(key), target)
         done.add(key, entry)
         progress(entry.bytes_before)
     return done

@@ -104,12 +104,13 @@ class RunningStore:
         done, target, end = Recoding(codec), codec_named(codec), time.monotonic() + timeout_s
         chosen = None if selection is None else await self._choose(selection)
         keys = await asyncio.to_thread(changes.keys_to_recode, self._store, chosen)
+        pair_of = await asyncio.to_thread(changes.pairs, self._home, self._workspace.config.store)
         for i, key in enumerate(keys):
             await self._workspace.idle.wait(time.monotonic() + SOON_S)
             if time.monotonic() >= end:
                 done.num_left = len(keys) - i
                 break
-            done.add(key, await asyncio.to_thread(self._store.control.recode, key, target))
+            done.add(key, await asyncio.to_thread(changes.recode_one, self._store, key, pair_of(key), target))
         return done
 
     async def clear(self, selection: Selection | None, *, dry_run: bool, local: bool) -> Clearing:

@@ -21,16 +21,18 @@ from operator_home import (
 
 from ragkv.config import StoreConfig
 from ragkv.errors import ConfigError, RemoteError, UnknownDocumentError
-from ragkv.index.deletion import delete_documents
+from ragkv.index.deletion import collect_garbage, delete_documents
 from ragkv.operations import changes
 from ragkv.operations.health import examine
 from ragkv.operations.lookup import TierKV, pages
 from ragkv.operations.selection import Selection, choose
+from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.store.record import ChunkKey
 from ragkv.store.remote import Remote
 from ragkv.store.tier import open_tier
 
 BEES, TEA = "/papers/bees.md", "/papers/tea.md"
+ALONE = lambda key: None  # noqa: E731 - no entry is one of a pair
 
 
 @pytest.fixture
@@ -137,19 +139,36 @@ def test_what_does_not_stay_near_is_told(home, store, monkeypatch):
 def test_recoding_goes_on_where_it_stopped(home, store):
     keys = changes.keys_to_recode(store, None)
     assert set(keys) == set(store.keys()) and len(keys) == 10
-    first = changes.recode(store, keys[:4], "int8")
-    done = changes.recode(store, keys, "int8")
+    first = changes.recode(store, keys[:4], ALONE, "int8")
+    done = changes.recode(store, keys, ALONE, "int8")
     assert (first.num_recoded, done.num_recoded, done.num_same) == (4, 6, 4)
     assert done.bytes_after < done.bytes_before < 10 * ENTRY_BYTES
     assert done.bytes_after == sum(store.admin.sizes().values()) == store.admin.gauges()["disk_bytes"]
-    again = changes.recode(store, keys, "fp8")
+    again = changes.recode(store, keys, ALONE, "fp8")
     assert (again.num_recoded, again.num_no_smaller) == (0, 10)
     assert store.admin.verify().problems == []
 
 
+def test_recoding_makes_one_entry_of_two_where_the_codec_wants_one(home, store):
+    joined = key_of("wax", anchor=mean_hash(ANCHOR, CONTEXTS, 2, joins=True))
+    store.hint([hash_of("wax")], "pin")
+    store.touch([key_of("wax", anchor=AVERAGE)] * 3)
+    keys = changes.keys_to_recode(store, None)
+    assert changes.recode(store, keys, changes.pairs(home, StoreConfig(codec="raw")), "int8").num_joined == 0
+    for each in (key_of("wax"), key_of("wax", anchor=AVERAGE)):
+        store.put([(each, LAYERS)])
+    done = changes.recode(store, keys, changes.pairs(home, StoreConfig(codec="int8")), "int8")
+    assert (done.num_joined, done.num_recoded, done.num_same, done.problems) == (1, 0, 8, [])
+    assert set(store.entries.keys_of(hash_of("wax"))) == {joined, key_of("wax", model=OTHER_MODEL)}
+    (info,) = [info for info in store.control.describe([hash_of("wax")])[hash_of("wax")] if info.key == joined]
+    assert (info.hint, info.codec) == ("pin", "int8") and info.uses >= 4
+    assert done.bytes_after == sum(store.admin.sizes().values()) == store.admin.gauges()["disk_bytes"]
+    assert collect_garbage(home, dry_run=True)[-1].num_chunks == 0 and store.admin.verify().problems == []
+
+
 def test_recoding_names_what_is_damaged(home, store):
     store.entries.path(key_of("one")).write_bytes(b"nothing")
-    done = changes.recode(store, changes.keys_to_recode(store, chosen(home, "all.jsonl")), "int8")
+    done = changes.recode(store, changes.keys_to_recode(store, chosen(home, "all.jsonl")), ALONE, "int8")
     assert done.num_recoded == 1 and done.problems == [
         f"chunk {hash_of('one')}: it is damaged; `ragkv store verify` says how"
     ]
@@ -162,7 +181,7 @@ def test_recoding_stops_at_a_full_disk_and_loses_nothing(home, store, monkeypatc
     before = store.admin.sizes()
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(Exception, match="Free some space"):
-        changes.recode(store, store.keys(), "int8")
+        changes.recode(store, store.keys(), ALONE, "int8")
     assert store.admin.sizes() == before and store.admin.verify().problems == []
 
 

@@ -13,7 +13,8 @@ from store_samples import NUM_LAYERS, drop_cached, make_key, make_layers
 
 from ragkv.errors import ConfigError, StoreError
 from ragkv.store.codecs import CODECS, FP8, INT8, RAW
-from ragkv.store.control import codec_named
+from ragkv.store.control import Pair, codec_named
+from ragkv.store.difference import differences
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import entry_bytes
 
@@ -224,6 +225,67 @@ def test_encoding_in_half_precision_gives_what_was_stored_with_the_codec_at_once
     assert list(map(bytes, first)) == list(map(bytes, second))
     for store in stores:
         store.close()
+
+
+PAIR = Pair(make_key(anchor=2), make_key(anchor=9), make_key(anchor=10))
+
+
+@pytest.fixture
+def pair(store):
+    """The layers of a chunk after the anchor alone, and of its mean."""
+    alone = make_layers(num_tokens=100)
+    mean = [replace(kv, k=kv.k * 0.9, v=kv.v + 0.1, v_std=torch.rand(100)) for kv in alone]
+    store.put([(PAIR.alone, alone), (PAIR.mean, mean)])
+    return alone, mean
+
+
+def test_two_entries_become_the_one_that_is_put_where_the_model_makes_it(store, pair, tmp_path):
+    alone, mean = pair
+    before = sum(store.admin.sizes().values())
+    done = store.control.join(PAIR, INT8)
+    assert (done.outcome, done.bytes_before) == ("joined", before) and done.bytes_after < 0.5 * before
+    assert list(store.entries) == [PAIR.joined] and store.keys(evicted=True) == [PAIR.joined]
+    assert store.admin.gauges()["disk_bytes"] == done.bytes_after == store.entries.size_on_disk()
+    changes = differences([(kv.k, kv.v) for kv in alone], [(kv.k, kv.v) for kv in mean])
+    with closing(DiskStore(tmp_path / "made", "int8")) as made:
+        made.put([(PAIR.joined, [replace(kv, difference=d) for kv, d in zip(mean, changes, strict=True)])])
+        expected = list(map(bytes, made.admin.records(PAIR.joined)))
+    assert list(map(bytes, store.admin.records(PAIR.joined))) == expected
+    assert store.control.join(PAIR, INT8).outcome == "changed"
+    assert list(store.entries) == [PAIR.joined]
+
+
+@pytest.mark.parametrize("key", [PAIR.alone, PAIR.mean])
+def test_what_is_deleted_or_damaged_is_not_joined(store, pair, monkeypatch, key):
+    write = store.entries.write
+
+    def write_late(*arguments):
+        store.delete_keys([key])
+        return write(*arguments)
+
+    with monkeypatch.context() as late:
+        late.setattr(store.entries, "write", write_late)
+        assert store.control.join(PAIR, INT8).outcome == "changed"
+    (left,) = {PAIR.alone, PAIR.mean} - {key}
+    assert list(store.entries) == [left] and store.admin.verify().problems == []
+    store.put([(key, LAYERS)])
+    store.entries.path(key).write_bytes(b"nothing")
+    assert store.control.join(PAIR, INT8).outcome == "damaged" and len(list(store.entries)) == 2
+
+
+def test_joining_that_is_killed_leaves_both_or_one(store, pair, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    for name in ("write", "publish", "delete"):
+        with monkeypatch.context() as kill:
+            kill.setattr(store.entries, name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                store.control.join(PAIR, INT8)
+        assert {PAIR.alone, PAIR.mean} <= set(store.entries) and store.admin.verify().problems == []
+    assert store.control.join(PAIR, INT8).outcome == "joined"
+    assert list(store.entries) == [PAIR.joined] and store.keys(evicted=True) == [PAIR.joined]
+    assert store.admin.gauges()["disk_bytes"] == store.entries.size_on_disk()
 
 
 def test_what_would_not_get_smaller_stays(store):
