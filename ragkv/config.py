@@ -103,10 +103,13 @@ class StoreConfig(Section):
         """Whether one entry holds a chunk's mean and its KV after the anchor alone: where neither is exact anyway."""
         return self.codec != "raw"
 
+    @property
+    def disk_bytes(self) -> int | None:
+        return None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
+
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of a `DiskStore` that writes, as plain data."""
-        disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
-        return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
+        return {"codec": self.codec, "disk_bytes": self.disk_bytes, "eviction": self.eviction}
 
     def worker_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the `DiskStore` of a worker that serves requests."""

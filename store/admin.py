@@ -63,7 +63,7 @@ class StoreAdmin:
             )
 
     def gauges(self) -> dict[str, int]:
-        """Return what is counted quickly: entries stored and evicted, bytes of the stored ones."""
+        """Return what is counted quickly: entries stored and evicted, bytes of the stored and of the pinned ones."""
         with self._errors():
             return self._usage.gauges()
 

@@ -61,7 +61,8 @@ class KVStore(Protocol):
     def snapshot(self) -> AbstractContextManager[Snapshot]: ...
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
-        """Set how these chunks' entries are treated when room is needed (`ragkv.store.eviction.HINTS`)."""
+        """Set how these chunks' entries are treated when room is needed (`ragkv.store.eviction.HINTS`), whatever the
+        budget."""
         ...
 
     def delete_keys(self, keys: Iterable[ChunkKey]) -> None:

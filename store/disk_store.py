@@ -214,10 +214,7 @@ class DiskStore:
             self._staging.append(staging)
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
-        with self._errors("write to"), self._usage.writing():
-            for chunk_hash in chunk_hashes:
-                self._usage.hint(chunk_hash, hint)
-        self.entries.mark_changed()  # for what is in memory, of other processes too
+        self.control.hint(chunk_hashes, hint, disk_bytes=None)
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Delete every entry of these chunks. Returns how many entries that were.

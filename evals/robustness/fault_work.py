@@ -11,13 +11,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ragkv.errors import StoreError
 from ragkv.store.base import Snapshot
-from ragkv.store.codecs import CODECS, Codec
+from ragkv.store.codecs import CODECS, INT8, Codec
+from ragkv.store.difference import differences
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.opening import USAGE_NAME
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
@@ -54,11 +56,11 @@ def codec_of(version: int) -> Codec:
 
 
 def layers(chunk: int, version: int) -> list[LayerKV]:
-    """Return what is put. Every other chunk is an average, with a v_std."""
+    """Return what is put. Every other chunk is an average, with a v_std; in int8 half of these have a difference."""
     generator = torch.Generator().manual_seed(version * 1000 + chunk)
     num_tokens = 1 + version * 37 % 160
     shape = (_HEADS, num_tokens, _HEAD_SIZE)  # [Hkv, T, D]
-    return [
+    means = [
         LayerKV(
             torch.randn(shape, generator=generator),
             torch.randn(shape, generator=generator),
@@ -67,6 +69,11 @@ def layers(chunk: int, version: int) -> list[LayerKV]:
         )
         for _ in range(NUM_LAYERS)
     ]
+    if codec_of(version) != INT8 or chunk % 4 != 1:
+        return means
+    alone = [(kv.k + torch.randn(shape, generator=generator), kv.v) for kv in means]
+    changes = differences(alone, [(kv.k, kv.v) for kv in means])
+    return [replace(kv, difference=change) for kv, change in zip(means, changes, strict=True)]
 
 
 def stored(chunk: int, version: int) -> list[LayerKV]:
@@ -75,16 +82,20 @@ def stored(chunk: int, version: int) -> list[LayerKV]:
     for kv in layers(chunk, version):
         payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
         stored = codec.split(payload, (heads, tokens, size), kv.k.dtype)
-        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.v_std, stored.k_scale, stored.v_scale))
+        scales = (stored.k_scale, stored.v_scale)
+        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.v_std, *scales, kv.difference))
     return found
 
 
 def equal(found: LayerKV, expected: LayerKV) -> bool:
-    if (found.v_std is None) != (expected.v_std is None):
-        return False
-    spreads = () if found.v_std is None or expected.v_std is None else ((found.v_std, expected.v_std),)
-    pairs = (*zip(found.decoded(), expected.decoded(), strict=True), *spreads)
-    return found.base_position == expected.base_position and all(torch.equal(a, b) for a, b in pairs)
+    parts, wanted = _parts(found), _parts(expected)
+    same = found.base_position == expected.base_position and len(parts) == len(wanted)
+    return same and all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+def _parts(kv: LayerKV) -> list[torch.Tensor]:
+    spread = () if kv.v_std is None else (kv.v_std,)
+    return [*kv.mean().decoded(), *spread, *(kv.difference.parts() if kv.difference else ())]
 
 
 def put(store: DiskStore, chunks: Iterable[tuple[int, int]]) -> None:
