@@ -73,7 +73,7 @@ class IndexConfig(Section):
     """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""
     num_contexts: int = Field(4, ge=1, le=64)
     """Contexts in which a chunk's KV is precomputed: after the anchor, and for a mean after each of its nearest other
-    chunks among two random ones; 1: only after the anchor, in a quarter of the time, less disk, more drift"""
+    chunks among up to two random ones; 1: only after the anchor, in a quarter of the time, less disk, more drift"""
 
 
 class StoreConfig(Section):

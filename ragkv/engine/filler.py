@@ -102,12 +102,13 @@ class BlockFiller:
         """Return whether a pass that attends there keeps its KV only if it is flushed."""
         return self.is_separate and attend_in is self.blocks
 
-    def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
-        """Write one layer of a span into vLLM's blocks, of a job without a cached prefix."""
+    def load(self, snapshot: Snapshot, layer: int, spans: Sequence[Span], *, flush: bool) -> None:
+        """Write one layer of spans into the blocks of a job without a cached prefix; into vLLM's, if flushed."""
         with self.loader.device_copy.in_use():
-            loaded = self.loader.read(snapshot, layer, span)
-            self.loader.fuse(layer, [loaded], self.blocks, self.slots)
-        self.blocks.flush(layer, span.start, span.end)
+            loaded = [self.loader.read(snapshot, layer, span) for span in spans]
+            self.loader.fuse(layer, loaded, self.blocks, self.slots)
+        for span in spans if flush else ():
+            self.blocks.flush(layer, span.start, span.end)
 
 
 class _Pass:

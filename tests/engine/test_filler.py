@@ -308,6 +308,23 @@ def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
     assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
 
 
+@pytest.mark.parametrize(("tokens", "other"), [(FIRST, SECOND), (SECOND, FIRST)])
+def test_a_mean_is_what_prefill_computes_whoever_attends(loader, tokens, other):
+    """Our kernel attends for `FIRST`, where blocks are separate, else the model: torch's pays for few tokens only."""
+    start = 5 + len(other)
+    before = Span(5, start, chunk_hash(other), chunk_hash(ANCHOR))
+    alone = Span(5, 5 + len(tokens), chunk_hash(tokens), chunk_hash(ANCHOR))
+    mean = replace(alone, anchor_hash=mean_hash(chunk_hash(ANCHOR), "", 3))
+    task = MeanTask(A_SPAN, alone, mean, ((before,), (before,)))
+    worker = WorkerSide(loader, 64)
+    worker.step(Step([Job("mean", task, ANCHOR + tokens + [0] * 9, BLOCKS, 0)]))
+    while worker.take_finished() is None:
+        worker.step(Step())
+    for layer, (k, v) in enumerate(expected_kv(ANCHOR + other + tokens)):
+        k = loader.forward.rotation.rotate(k[start:].transpose(0, 1), 5 - start)
+        torch.testing.assert_close(loader_kv(loader, mean, layer), (k, v[start:].transpose(0, 1)), rtol=1e-4, atol=1e-4)
+
+
 def joined(loader, span):
     """Have the span's chunk averaged behind the other one, in place of its entry after the anchor alone."""
     alone = replace(span, mean_hash=mean_hash(span.anchor_hash, "", 2, joins=True))
