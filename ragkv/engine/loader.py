@@ -15,7 +15,7 @@ from ragkv.engine.forward import Forward
 from ragkv.engine.task import Job, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
-from ragkv.kernels.kv_fuse import KVShift, Staged
+from ragkv.kernels.kv_fuse import Addend, KVShift, Staged
 from ragkv.kernels.operands import Rotation
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
@@ -190,7 +190,9 @@ class KVLoader:
         staged = []
         for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
             kv, own = item.kv, slots[item.span.start : item.span.end]
-            addend = kv.difference.addend(kv.k.shape[1]) if kv.difference else None
+            addend = None
+            if (change := kv.difference) is not None:
+                addend = Addend(change.rows(len(own)), change.scale, change.numbers)
             staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift, addend))
         rotation, paged = self.rotations[layer], blocks.kv(layer)
         for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
