@@ -174,7 +174,7 @@ class StoreControl:
         with closing(file):
             records = [file.read(i) for i in range(len(file.layout.lengths))]
         headers = list(map(read_header, records))
-        if all(header.codec == codec for header in headers):
+        if all(header.codec == codec.of(is_mean=header.has_v_std) for header in headers):
             return "same"
         layers = []
         for i, (record, header) in enumerate(zip(records, headers, strict=True)):

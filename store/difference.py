@@ -13,7 +13,6 @@ import torch
 
 from ragkv.store.packing import pack, unpack
 
-SHARE = 0.45  # of the tokens, counted in each layer
 _LARGEST, _ZERO = 7, 8  # numbers are -7 to 7, and stored 8 more than they are
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +64,7 @@ def split(payload: memoryview, shape: tuple[int, int, int], num_tokens: int) -> 
     return Difference(*parts)
 
 
-def differences(alone: Iterable[KV], mean: Iterable[KV], share: float = SHARE) -> list[Difference | None]:
+def differences(alone: Iterable[KV], mean: Iterable[KV], share: float) -> list[Difference | None]:
     """Return each layer's difference of `alone` from `mean`, layers of K and V `[Hkv, T, D]` at the same positions.
 
     Of all layers' tokens the `share` is kept that differs most, measured by how much K, and V, vary among the layer's

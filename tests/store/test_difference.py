@@ -8,6 +8,7 @@ from ragkv.store.difference import differences, num_bytes
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode, record_bytes
 
 LAYERS, HEADS, TOKENS, SIZE = 3, 2, 40, 16
+SHARE = 0.45
 
 
 def kv(seed):
@@ -37,11 +38,11 @@ def test_the_tokens_that_differ_most_over_all_layers_are_kept():
     assert found[1] is None
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "raw"])
+@pytest.mark.parametrize("codec", ["int8", "fp8", "raw", "int4"])
 def test_a_record_gives_both_kv_back(codec):
     mean = kv(1)
     alone = moved(kv(1), (range(0, TOKENS, 3), [7], range(20)))
-    for (k, v), stored, difference in zip(alone, mean, differences(alone, mean), strict=True):
+    for (k, v), stored, difference in zip(alone, mean, differences(alone, mean, SHARE), strict=True):
         value = record(stored, difference, codec)
         found = decode(b"key", value)
         assert len(value) == record_bytes(LayerKV(*stored, 5, torch.rand(TOKENS), difference=difference), CODECS[codec])
@@ -50,7 +51,7 @@ def test_a_record_gives_both_kv_back(codec):
         for part, expected in zip(both, (*stored, k, v), strict=True):
             largest = expected.abs().max()
             assert float((part - expected).abs().max()) < 0.2 * largest  # 4 bits of the difference
-            assert float((part - expected).norm() / expected.norm()) < 0.1
+            assert float((part - expected).norm() / expected.norm()) < (0.15 if codec == "int4" else 0.1)
         assert found.alone().v_std is None and found.mean().difference is None
         for part, whole in zip(found.decoded(torch.tensor([7, 0])), found.alone().decoded(), strict=True):
             assert torch.equal(part, whole[:, [7, 0]])
@@ -58,14 +59,14 @@ def test_a_record_gives_both_kv_back(codec):
 
 def test_equal_kv_makes_a_difference_of_nothing():
     mean = kv(1)
-    for (k, v), difference in zip(mean, differences(kv(1), mean), strict=True):
+    for (k, v), difference in zip(mean, differences(kv(1), mean, SHARE), strict=True):
         found_k, found_v = decode(b"key", record((k, v), difference, "raw")).decoded()
         assert torch.equal(found_k, k) and torch.equal(found_v, v)
 
 
 def test_a_damaged_difference_is_found():
     mean = kv(1)
-    (difference, *_) = differences(kv(2), mean)
+    (difference, *_) = differences(kv(2), mean, SHARE)
     value = bytearray(record(mean[0], difference))
     value[-1] ^= 1
     with pytest.raises(CorruptRecordError, match="checksum"):
@@ -79,7 +80,7 @@ def test_it_takes_an_eighth_of_the_bytes_of_two_bfloat16_records_where_all_token
 
 def test_a_mean_is_moved_to_a_device_with_its_difference():
     mean = kv(1)
-    (difference, *_) = differences(kv(2), mean)
+    (difference, *_) = differences(kv(2), mean, SHARE)
     found = LayerKV(*mean[0], 0, difference=difference).map(torch.clone)
     assert torch.equal(found.decoded()[0], LayerKV(*mean[0], 0, difference=difference).decoded()[0])
     assert found.size_bytes == LayerKV(*mean[0], 0).size_bytes + sum(part.nbytes for part in difference.parts())
