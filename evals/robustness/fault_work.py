@@ -299,7 +299,7 @@ def fill(say: Say, folder: Path) -> None:
             with store.snapshot() as snapshot:
                 _expect(snapshot, chunk, _RAW_VERSION, missing=False)
             store.delete([key(chunk).chunk_hash])
-        put(store, [(num_chunks, 90)])
+        put(store, [(num_chunks, _RAW_VERSION)])
         with store.snapshot() as snapshot:
             for chunk in (*range(1, num_chunks, 2), num_chunks):
                 _expect(snapshot, chunk, _RAW_VERSION, missing=False)
