@@ -79,9 +79,10 @@ class IndexConfig(Section):
 class StoreConfig(Section):
     """Where chunks' KV is stored between requests."""
 
-    codec: Literal["raw", "int8", "fp8"] = "int8"
-    """How new KV is stored: as 8-bit numbers with scales, or unchanged in three to four times the space. After a
-    change between raw and the others, KV is made again when it is asked for"""
+    codec: Literal["raw", "int8", "fp8", "int4"] = "int8"
+    """How new KV is stored: as 8-bit numbers with scales; with int4 means (`index.num_contexts`) as 4-bit numbers in
+    half of that space, for models that bear it; or unchanged in three to four times the space. After a change between
+    raw and the others, KV is made again when it is asked for"""
     disk_gib: float | None = Field(None, gt=0)
     """Disk space for chunks' KV, in GiB. When it is full, the KV worth least (`store.eviction`) is evicted; a request
     that needs it prefills it, and it is precomputed again in idle time. None: no limit"""

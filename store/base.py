@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from ragkv.store.codecs import Codec
 from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV
 
@@ -28,7 +29,12 @@ class Snapshot(Protocol):
 
 
 class KVStore(Protocol):
-    """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all."""
+    """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all.
+
+    codec: how entries are written from now on.
+    """
+
+    codec: Codec
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         """Store or replace entries: all are durable when the call returns. Of a process that is killed, some may be.

@@ -185,7 +185,7 @@ class StoreControl:
         if records is None:
             return "changed"
         headers = list(map(read_header, records))
-        if all(header.codec == codec for header in headers):
+        if all(header.codec == codec.of(is_mean=header.has_v_std) for header in headers):
             return "same"
         layers = []
         for i, (record, header) in enumerate(zip(records, headers, strict=True)):
@@ -208,7 +208,9 @@ class StoreControl:
                 return Recoded("damaged", size, size)
             if not (alone and mean):
                 return Recoded("changed", size, size)
-            changes = differences([(kv.k, kv.v) for kv in alone], [(kv.k.float(), kv.v.float()) for kv in mean])
+            changes = differences(
+                [(kv.k, kv.v) for kv in alone], [(kv.k.float(), kv.v.float()) for kv in mean], codec.share
+            )
             layers = [replace(kv, difference=change) for kv, change in zip(mean, changes, strict=True)]
             records = [encode(pair.joined.layer(i), kv, codec) for i, kv in enumerate(layers)]
             file, size_after = self._entries.write(pair.joined, records), entry_bytes([*map(len, records)])

@@ -46,7 +46,7 @@ class DiskStore:
         eviction: str = "gdsf",
         pinned: bool = False,
     ) -> None:
-        self.path, self._codec, self._disk_bytes = path, CODECS[codec], disk_bytes
+        self.path, self.codec, self._disk_bytes = path, CODECS[codec], disk_bytes
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # asks the system to; keeps no bytes
         self._has_memory = memory_bytes > 0
         try:
@@ -64,9 +64,9 @@ class DiskStore:
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         chunks = list(chunks)
-        lengths = [[record_bytes(kv, self._codec) for kv in layers] for _, layers in chunks]
+        lengths = [[record_bytes(kv, self.codec) for kv in layers] for _, layers in chunks]
         self._put(
-            ((key, [encode(key.layer(i), kv, self._codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
+            ((key, [encode(key.layer(i), kv, self.codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
             list(map(entry_bytes, lengths)),
         )
 

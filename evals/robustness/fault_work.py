@@ -28,6 +28,7 @@ NUM_LAYERS = 3
 NUM_CHUNKS = 16  # that writers choose from
 _HEADS, _HEAD_SIZE = 2, 32
 _CODECS = tuple(CODECS.values())
+_RAW_VERSION = 30 * len(_CODECS)  # that is put as `raw`
 _WORK_S = 60  # an end also for those that nobody kills
 DELETED = NUM_CHUNKS  # in a store to be damaged
 _NEW = NUM_CHUNKS + 1  # put after the damage
@@ -72,18 +73,17 @@ def layers(chunk: int, version: int) -> list[LayerKV]:
     if codec_of(version) != INT8 or chunk % 4 != 1:
         return means
     alone = [(kv.k + torch.randn(shape, generator=generator), kv.v) for kv in means]
-    changes = differences(alone, [(kv.k, kv.v) for kv in means])
+    changes = differences(alone, [(kv.k, kv.v) for kv in means], INT8.share)
     return [replace(kv, difference=change) for kv, change in zip(means, changes, strict=True)]
 
 
 def stored(chunk: int, version: int) -> list[LayerKV]:
     """Return what must be read back: what is put, as its codec rounds it."""
-    codec, found = codec_of(version), []
+    found = []
     for kv in layers(chunk, version):
-        payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
-        stored = codec.split(payload, (heads, tokens, size), kv.k.dtype)
-        scales = (stored.k_scale, stored.v_scale)
-        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.v_std, *scales, kv.difference))
+        codec = codec_of(version).of(is_mean=kv.v_std is not None)
+        parts = codec.split(memoryview(codec.encode(kv.k, kv.v)), kv.shape, kv.k.dtype)
+        found.append(replace(kv, **vars(parts)))
     return found
 
 
@@ -299,19 +299,19 @@ def fill(say: Say, folder: Path) -> None:
         num_chunks = 0
         try:
             while True:
-                put(store, [(num_chunks, 3 * 30)])
+                put(store, [(num_chunks, _RAW_VERSION)])
                 num_chunks += 1
         except StoreError as error:
             if "Free some space" not in str(error):
                 raise
         for chunk in range(0, num_chunks, 2):
             with store.snapshot() as snapshot:
-                _expect(snapshot, chunk, 90, missing=False)
+                _expect(snapshot, chunk, _RAW_VERSION, missing=False)
             store.delete([key(chunk).chunk_hash])
-        put(store, [(num_chunks, 90)])
+        put(store, [(num_chunks, _RAW_VERSION)])
         with store.snapshot() as snapshot:
             for chunk in (*range(1, num_chunks, 2), num_chunks):
-                _expect(snapshot, chunk, 90, missing=False)
+                _expect(snapshot, chunk, _RAW_VERSION, missing=False)
         if problems := store.admin.verify().problems:
             raise ValueError(f"verify: {problems[0]}")
     say("held")

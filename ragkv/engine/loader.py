@@ -15,7 +15,7 @@ from ragkv.engine.forward import Forward
 from ragkv.engine.task import Job, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
-from ragkv.kernels.kv_fuse import KVShift, Staged
+from ragkv.kernels.kv_fuse import Addend, KVShift, Staged
 from ragkv.kernels.operands import Rotation
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
@@ -170,8 +170,8 @@ class KVLoader:
             return None
         attention = self.forward.layers[layer]
         expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
-        if tuple(kv.k.shape) != expected:
-            reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
+        if kv.shape != expected:
+            reason = f"layer {layer} has shape {kv.shape}, expected {expected}"
             raise BadSpanError(span, reason, key)
         return kv
 
@@ -190,10 +190,13 @@ class KVLoader:
         staged = []
         for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
             kv, own = item.kv, slots[item.span.start : item.span.end]
-            addend = kv.difference.addend(kv.k.shape[1]) if kv.difference else None
-            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift, addend))
+            addend = None
+            if (change := kv.difference) is not None:
+                addend = Addend(change.rows(len(own)), change.scale, change.numbers)
+            grids = (kv.k_scale, kv.v_scale, kv.k_low, kv.v_low)
+            staged.append(Staged(kv.k, kv.v, own, item.distance, *grids, shift, addend))
         rotation, paged = self.rotations[layer], blocks.kv(layer)
-        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
+        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one where means have a codec of their own
             self.kernels.kv_fuse([chunk for chunk in staged if chunk.k.dtype == dtype], rotation, paged)
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:

@@ -152,6 +152,7 @@ class Average:
         self.contexts = deque(self.task.contexts)
         self.count = self.num_computed = 0
         self._rotations, self._dtype = loader.rotations, loader.forward.dtype
+        self._share = loader.store.codec.share
         self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
         self._differences: list[Difference | None] = []
 
@@ -185,7 +186,7 @@ class Average:
         """Give the mean, once all contexts are counted, the difference of K and V `[Hkv, T, D]` after the anchor alone,
         layer by layer."""
         means = [(k / self.count, v / self.count) for k, v, _ in self._sums]
-        self._differences = differences(alone, means)
+        self._differences = differences(alone, means, self._share)
 
     @property
     def is_joined(self) -> bool:

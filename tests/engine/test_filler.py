@@ -18,8 +18,10 @@ from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import choose
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
+from ragkv.store.codecs import INT4, RAW
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import ALIGNMENT
+from ragkv.store.record import LayerKV
 
 ANCHOR, FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21]
 QUESTION = [30, 31, 32]
@@ -355,6 +357,24 @@ def test_a_chunk_whose_entry_was_joined_still_stands_before_others(loader):
     joined(loader, F_SPAN)
     alone, _ = joined(loader, S_SPAN)
     assert loader.has(alone) and not loader.store.contains(loader.key(alone))
+
+
+@pytest.mark.parametrize("policy", ["none", "guided:0.3", "query-std:0.3", "cacheblend:0.3", "cacheblend-k:0.3"])
+def test_means_in_4_bits_are_fused_like_the_numbers_that_they_stand_for(loader, policy):
+    loader.store.codec = INT4
+    (first, entry), (_, mean) = joined(loader, F_SPAN), joined(loader, S_SPAN)
+    spans = (A_SPAN, first, replace(mean, start=12, end=21))
+    found, fused = fuse(loader, policy, spans)[0], [kv(loader, layer) for layer in range(NUM_LAYERS)]
+    loader.store.codec = RAW
+    for key in map(loader.key, (entry, mean)):
+        with loader.snapshot() as snapshot:
+            layers = [snapshot.get(key, layer).map(torch.clone) for layer in range(NUM_LAYERS)]
+        assert all(each.k.dtype == torch.uint8 for each in layers)
+        same = [replace(LayerKV(*x.mean().decoded(), 5, x.v_std), difference=x.difference) for x in layers]
+        loader.store.put([(key, same)])
+    assert fuse(loader, policy, spans)[0].tokens.recomputed_runs == found.tokens.recomputed_runs
+    for layer, expected in enumerate(fused):
+        torch.testing.assert_close(kv(loader, layer), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_joined_entry_is_discarded_and_the_chunk_computed(loader):
