@@ -120,7 +120,7 @@ def times(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 RAW = Codec("raw", 0)
 INT8 = Codec("int8", 1, torch.int8)
 FP8 = Codec("fp8", 2, torch.float8_e4m3fn)
-INT4 = Codec("int4", 3, torch.uint8, of_others=INT8, share=0.08)
+INT4 = Codec("int4", 3, torch.uint8, of_others=INT8, share=0.06)
 CODECS = {codec.name: codec for codec in (RAW, INT8, FP8, INT4)}
 CODE_TO_CODEC = {codec.code: codec for codec in CODECS.values()}
 
