@@ -49,7 +49,8 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
-    compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
+    compile: bool = False
+    """Let vLLM compile the model (slower start, faster decode); on CUDA, decoding uses CUDA graphs in any case"""
     thinking: bool = False
     """Let a model think before it answers, if its chat template lets it choose (Qwen3, SmolLM3). It takes longer, and
     needs a larger `answer.max_tokens`; for SmolLM3 documents are then indexed anew"""

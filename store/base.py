@@ -5,11 +5,25 @@ An entry is one chunk's KV after one anchor, all layers of it; `ChunkKey` names 
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from ragkv.store.codecs import Codec
 from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An entry in memory: its bytes `[n]` uint8, of which what `Snapshot.get` returns are views.
+
+    version: another one after the entry was replaced.
+    """
+
+    version: object
+    memory: torch.Tensor
 
 
 class Snapshot(Protocol):
@@ -21,6 +35,10 @@ class Snapshot(Protocol):
         The tensors share the store's memory: they are read-only, and valid until another layer is asked for or the
         snapshot ends. Raises CorruptRecordError for bytes that don't verify.
         """
+        ...
+
+    def whole(self, key: ChunkKey) -> Whole | None:
+        """Return the memory of an entry of which all layers are in this process's memory and verify, else None."""
         ...
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:

@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from ragkv.errors import StoreError
 from ragkv.store.admin import StoreAdmin
+from ragkv.store.base import Whole
 from ragkv.store.codecs import CODECS
 from ragkv.store.control import StoreControl
 from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
@@ -285,6 +288,14 @@ class DiskSnapshot:
         if slot is not None:
             self._pool.keep(key, layer, kv)
         return kv
+
+    def whole(self, key: ChunkKey) -> Whole | None:
+        with suppress(CorruptRecordError):  # `get` will say so
+            file = self._open(key)
+            memory = self._pool.whole(key, file.layout) if file else None
+            if file and memory is not None:
+                return Whole(file.layout, torch.frombuffer(memory, dtype=torch.uint8))
+        return None
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         with suppress(CorruptRecordError):  # `get` will say so

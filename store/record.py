@@ -120,11 +120,11 @@ class LayerKV:
 
     def mean(self) -> "LayerKV":
         """Return the mean alone."""
-        return replace(self, difference=None)
+        return self if self.difference is None else replace(self, difference=None)
 
     def alone(self) -> "LayerKV":
         """Return the KV directly after the anchor, of a mean that has the difference."""
-        return replace(self, v_std=None)
+        return self if self.v_std is None else replace(self, v_std=None)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         parts = self._own_tensors()

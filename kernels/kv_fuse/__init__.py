@@ -94,11 +94,17 @@ def table(chunks: list[Staged]) -> list[list[int]]:
         added = (chunk.addend.rows, chunk.addend.scale, chunk.addend.numbers) if chunk.addend else (None, None, None)
         grids = (chunk.k_scale, chunk.v_scale, chunk.k_low, chunk.v_low)
         parts = (chunk.k, chunk.v, *grids, chunk.slots, *shift, *added)
-        assert all(part is None or part.is_contiguous() for part in parts)
         num_added = chunk.addend.scale.shape[2] if chunk.addend else 0
         numbers = (chunk.k.shape[1], chunk.moved, chunk.shift.start if chunk.shift else 0, num_added)
-        rows.append([*(0 if part is None else part.data_ptr() for part in parts), *numbers])
+        rows.append([*map(_address, parts), *numbers])
     return rows
+
+
+def _address(part: torch.Tensor | None) -> int:
+    if part is None:
+        return 0
+    assert part.is_contiguous()
+    return part.data_ptr()
 
 
 def kv_fuse_reference(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> None:

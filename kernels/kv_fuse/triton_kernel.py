@@ -19,13 +19,11 @@ def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> Non
     num_heads, head_size = len(chunks[0].k), chunks[0].head_size
     block_d = triton.next_power_of_2(head_size)
     block_t = max(1, _NUMBERS // block_d)
-    tiles = [(i, start) for i, chunk in enumerate(chunks) for start in range(0, chunk.k.shape[1], block_t)]
     rows = table(chunks)
-    numbers = torch.tensor([number for row in (*tiles, *rows) for number in row])
-    numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-    _kv_fuse[(len(tiles), num_heads)](
-        numbers,
-        numbers[2 * len(tiles) :],
+    numbers = torch.tensor([number for row in rows for number in row], pin_memory=device.type == "cuda")
+    num_tiles = triton.cdiv(max(chunk.k.shape[1] for chunk in chunks), block_t)
+    _kv_fuse[(num_tiles, num_heads, len(chunks))](
+        numbers.to(device, non_blocking=True),
         None if rotation is None else rotation.cos,
         None if rotation is None else rotation.sin,
         kv.k,
@@ -142,7 +140,6 @@ def _decoded(
 
 @triton.jit(do_not_specialize=["block_size"])
 def _kv_fuse(
-    tiles,
     rows,
     cos,
     sin,
@@ -169,10 +166,13 @@ def _kv_fuse(
     BLOCK_D: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = rows + tl.load(tiles + 2 * tile) * FIELDS
+    """Write some tokens of one head of one chunk; of a short chunk, some programs have none."""
+    first, head = tl.program_id(0) * BLOCK_T, tl.program_id(1).to(tl.int64)
+    row = rows + tl.program_id(2) * FIELDS
     num_tokens, moved, start = tl.load(row + 13), tl.load(row + 14), tl.load(row + 15)
-    t = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
+    if first >= num_tokens:
+        return
+    t = first + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     valid, within = t < num_tokens, d < HEAD_SIZE
     slots = tl.load(tl.load(row + 6).to(tl.pointer_type(tl.int64)) + t, mask=valid, other=-1)

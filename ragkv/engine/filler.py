@@ -127,6 +127,7 @@ class _Pass:
 
     def run(self) -> None:
         plan = self._plan
+        self._loader.stage(self._snapshot, plan.spans_at(self._num_layers - 1))
         if len(plan.positions):
             attend = None
             if plan.attend_in is not None:

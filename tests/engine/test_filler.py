@@ -1,6 +1,7 @@
 """The passes that fill blocks, the fusion over them and the worker's queues, on a small model without vLLM."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
 
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
-from ragkv.engine.loader import BadSpanError, KVLoader
+from ragkv.engine.loader import _PARTS, BadSpanError, KVLoader, _Parts, _Staged
 from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
 from ragkv.engine.precompute import Precompute
-from ragkv.engine.shift import MeanShift, averaging, mean_shifts, shift_weights
+from ragkv.engine.shift import MeanShift, Recomputed, averaging, mean_shifts, shift_weights
 from ragkv.engine.task import ROOT_HASH, FuseTask, Job, MeanTask, PrecomputeTask, Report, ScoreTask, Span
 from ragkv.engine.worker import WorkerSide
 from ragkv.errors import StoreError
@@ -218,7 +219,7 @@ def test_the_mean_shift_moves_the_other_tokens(loader):
     fresh = [rotate(k[:, [13, 15]], -torch.tensor([13, 15])), v[:, [13, 15]]]
     cached = [rotate(stored.k[:, offsets], -(5 + offsets)), stored.v[:, offsets]]
     ((mean_k, mean_v),) = mean_shifts(fresh[0], fresh[1], cached[0], cached[1], averaging([2]))
-    weight = shift_weights(None, offsets, 9)[0]
+    weight = shift_weights(torch.ones(9), Recomputed([9], [offsets], torch.device("cpu")))[0]
     torch.testing.assert_close(v[:, 17], stored.v[:, 5] + weight * mean_v)
     moved = rotate(stored.k[:, 5:6], 7) + weight * rotate(mean_k[:, None], torch.tensor([17]))
     torch.testing.assert_close(k[:, 17:18], moved)
@@ -424,3 +425,43 @@ def test_runs_and_slices_of_positions():
 
 def test_exactness_ends_after_the_first_chunk():
     assert exact_until(SPANS) == 12 and exact_until(SPANS[1:]) == 0 and exact_until([A_SPAN, S_SPAN]) == 5
+
+
+def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):
+    """On CUDA a whole entry is copied in parts; a layer is used as soon as its own part is there."""
+    forward = TinyForward()
+    store = DiskStore(tmp_path, codec="int8", memory_bytes=1 << 24)
+    loader = KVLoader(forward, [forward.rotation] * NUM_LAYERS, store, "f" * 32, choose("torch", forward.device))
+    for one in precompute_jobs():
+        Precompute(loader).precompute([one])
+    key = loader.key(F_SPAN)
+    store.touch([key])
+    waited = []
+    with loader.snapshot() as snapshot:
+        layers = [snapshot.get(key, layer) for layer in range(NUM_LAYERS - 1)]
+        assert snapshot.whole(key) is None
+        layers.append(snapshot.get(key, NUM_LAYERS - 1))
+        whole = snapshot.whole(key)
+        parts = _Parts(SimpleNamespace(wait_event=waited.append))
+        staged = _Staged(whole, forward.device, parts)
+        for part in range(_PARTS):
+            parts.copied.append(part)
+            staged.copy(whole.memory, part)
+        assert not staged.has(layers[0].map(torch.clone))
+        for kv in layers:
+            assert staged.has(kv)
+            copy = staged.layer(kv)
+            assert copy.k.data_ptr() != kv.k.data_ptr()
+            for name in ("k", "v", "k_scale", "v_scale"):
+                assert torch.equal(getattr(copy, name), getattr(kv, name))
+            end = kv.v.data_ptr() + kv.v.nbytes - whole.memory.data_ptr()
+            assert (waited[-1] + 1) * len(whole.memory) // _PARTS >= end
+    assert len(set(waited)) == len(waited) == NUM_LAYERS
+    store.put([(key, [kv.map(torch.clone) for kv in store_raw(layers)])])
+    with loader.snapshot() as snapshot:
+        assert snapshot.whole(key) is None
+    store.close()
+
+
+def store_raw(layers):
+    return [LayerKV(*kv.decoded(), kv.base_position) for kv in layers]
