@@ -1,8 +1,8 @@
 """Fills a request's blocks of vLLM's paged cache: runs the model over some tokens while it loads stored KV for others.
 
 One such forward is a pass. In it a layer's stored KV is read, checked and fused (rotated to its new position and
-written to its slots) just before that layer attends, and dropped after it: the device holds no more than one layer
-besides the one that is being copied. Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
+written to its slots) just before that layer attends, and dropped after it (on CUDA, where it was in memory, after the
+request: `ragkv.engine.loader.DeviceCopy`). Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
 by its policy, `precompute` loads single layers. Knows nothing about policies.
 """
 
