@@ -2,7 +2,7 @@
 
 One such forward is a pass. In it a layer's stored KV is read, checked and fused (rotated to its new position and
 written to its slots) just before that layer attends, and dropped after it (on CUDA, where it was in memory, after the
-request: `ragkv.engine.loader.DeviceCopy`). Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
+request: `ragkv.engine.device_copy`). Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
 by its policy, `precompute` loads single layers. Knows nothing about policies.
 """
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
 
+from ragkv.engine.device_copy import PARTS, CopiedParts, StagedEntry
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
-from ragkv.engine.loader import _PARTS, BadSpanError, KVLoader, _Parts, _Staged
+from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
 from ragkv.engine.precompute import Precompute
 from ragkv.engine.shift import MeanShift, Recomputed, averaging, mean_shifts, shift_weights
@@ -442,9 +443,9 @@ def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):
         assert snapshot.whole(key) is None
         layers.append(snapshot.get(key, NUM_LAYERS - 1))
         whole = snapshot.whole(key)
-        parts = _Parts(SimpleNamespace(wait_event=waited.append))
-        staged = _Staged(whole, forward.device, parts)
-        for part in range(_PARTS):
+        parts = CopiedParts(SimpleNamespace(wait_event=waited.append))
+        staged = StagedEntry(whole, forward.device, parts)
+        for part in range(PARTS):
             parts.copied.append(part)
             staged.copy(whole.memory, part)
         assert not staged.has(layers[0].map(torch.clone))
@@ -455,7 +456,7 @@ def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):
             for name in ("k", "v", "k_scale", "v_scale"):
                 assert torch.equal(getattr(copy, name), getattr(kv, name))
             end = kv.v.data_ptr() + kv.v.nbytes - whole.memory.data_ptr()
-            assert (waited[-1] + 1) * len(whole.memory) // _PARTS >= end
+            assert (waited[-1] + 1) * len(whole.memory) // PARTS >= end
     assert len(set(waited)) == len(waited) == NUM_LAYERS
     store.put([(key, [kv.map(torch.clone) for kv in store_raw(layers)])])
     with loader.snapshot() as snapshot:
