@@ -10,7 +10,7 @@ KV_KINDS = {
     "anchor": "each chunk precomputed once, after the anchor",
     "random": "averaged after the anchor and each of some random other chunks; the first chunk exact",
     "near": "averaged after the anchor and each of its nearest other chunks; the first chunk exact",
-    "mixed": "averaged after the anchor and each of its nearest chunks among two random ones; the first one exact",
+    "mixed": "averaged after one to three chunks, its nearest among random ones; the first chunk exact",
 }
 DEFAULT_KV = "mixed"  # as the product does
 

@@ -65,7 +65,7 @@ class Quality:
         parse=_arms,
     )
     captures: int = option("Contexts over which a chunk's KV is averaged.", 4, least=1)
-    codec: str | None = option("How KV is stored: raw, int8 or fp8.", None, setting="store.codec")
+    codec: str | None = option("How KV is stored: raw, int8, fp8 or int4.", None, setting="store.codec")
     ttft_examples: int = option("On how many examples times are taken.", 10, least=0)
     out: Path | None = option("Results by example; a run continues from what it holds.", None)
     estimate: bool = option("Also estimate the drift, as the quality target does, and rank it beside the truth.", False)

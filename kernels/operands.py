@@ -11,12 +11,14 @@ class PagedKV:
 
     k, v: `[blocks, block_size, Hkv, D]` by any strides, which is what vLLM's backends have (FlashAttention, FlashInfer,
     Triton; NHD and HND). Slot s is row s % block_size of block s // block_size. block_table: `[N / block_size]` int64:
-    the token at position n is in row n % block_size of block block_table[n // block_size].
+    the token at position n is in row n % block_size of block block_table[n // block_size]. places: `[N]` each, the
+    blocks and rows of all positions, where somebody has computed them already.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     block_table: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def block_size(self) -> int:
@@ -26,8 +28,14 @@ class PagedKV:
         """Return the first tokens of `k` or `v` in order, `[Hkv, num_tokens, D]`; a view where one block has them."""
         if num_tokens <= self.block_size:
             return cache[int(self.block_table[0]), :num_tokens].transpose(0, 1)
-        positions = torch.arange(num_tokens, device=cache.device)
-        return cache[self.block_table[positions // self.block_size], positions % self.block_size].transpose(0, 1)
+        blocks, rows = self.places or places(self.block_table, self.block_size, num_tokens)
+        return cache[blocks[:num_tokens], rows[:num_tokens]].transpose(0, 1)
+
+
+def places(block_table: torch.Tensor, block_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the block and the row of each of the first positions, `[num_tokens]` int64 each."""
+    positions = torch.arange(num_tokens, device=block_table.device)
+    return block_table[positions // block_size], positions % block_size
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,16 @@ class Rotation:
 
         Computes in float32; returns k's dtype.
         """
+        return self.turn(k, *self.angles(shift))
+
+    def angles(self, shift: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of these shifts, for `turn`: `[R/2]` each, or `[T, R/2]`."""
         if isinstance(shift, int):
-            cos, sin = self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
-        else:
-            cos, sin = self.cos[shift.abs()], self.sin[shift.abs()] * shift.sign()[:, None]
+            return self.cos[abs(shift)], self.sin[abs(shift)] * (1 if shift >= 0 else -1)
+        return self.cos[shift.abs()], self.sin[shift.abs()] * shift.sign()[:, None]
+
+    def turn(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate as `rotate` does, by these angles."""
         first, second, rest = self._parts()
         a, b = k[..., first].float(), k[..., second].float()
         out = torch.empty_like(k, memory_format=torch.contiguous_format)

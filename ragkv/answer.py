@@ -148,7 +148,8 @@ class Answer:
     no room or weren't found. plan: what the controller expected, None if it wasn't asked. origins: given if the
     question asked for an explanation. drift_estimate: in nats (`ragkv.quality_target`), None if it wasn't asked for or
     there is nothing to estimate it by. attempts: how often the answer was begun, until its estimate was low enough.
-    reasoning: what the model thought before; not part of `text`.
+    reasoning: what the model thought before; not part of `text`. hint_refused: why the KV isn't treated as was asked,
+    None if it is.
     """
 
     text: str
@@ -163,6 +164,7 @@ class Answer:
     drift_estimate: float | None = None
     attempts: int = 1
     reasoning: str = ""
+    hint_refused: str | None = None
 
 
 @dataclass(frozen=True)

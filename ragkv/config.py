@@ -49,7 +49,8 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
-    compile: bool = Field(False, description="Let vLLM compile the model (slower start, faster decode)")
+    compile: bool = False
+    """Let vLLM compile the model (slower start, faster decode); on CUDA, decoding uses CUDA graphs in any case"""
     thinking: bool = False
     """Let a model think before it answers, if its chat template lets it choose (Qwen3, SmolLM3). It takes longer, and
     needs a larger `answer.max_tokens`; for SmolLM3 documents are then indexed anew"""
@@ -73,15 +74,16 @@ class IndexConfig(Section):
     """Tokens that neighbouring chunks share; fewer than `index.chunk_tokens`"""
     num_contexts: int = Field(4, ge=1, le=64)
     """Contexts in which a chunk's KV is precomputed: after the anchor, and for a mean after each of its nearest other
-    chunks among two random ones; 1: only after the anchor, in a quarter of the time, less disk, more drift"""
+    chunks among up to two random ones; 1: only after the anchor, in a quarter of the time, less disk, more drift"""
 
 
 class StoreConfig(Section):
     """Where chunks' KV is stored between requests."""
 
-    codec: Literal["raw", "int8", "fp8"] = "int8"
-    """How new KV is stored: as 8-bit numbers with scales, or unchanged in three to four times the space. After a
-    change between raw and the others, KV is made again when it is asked for"""
+    codec: Literal["raw", "int8", "fp8", "int4"] = "int8"
+    """How new KV is stored: as 8-bit numbers with scales; with int4 means (`index.num_contexts`) as 4-bit numbers in
+    half of that space, for models that bear it; or unchanged in three to four times the space. After a change between
+    raw and the others, KV is made again when it is asked for"""
     disk_gib: float | None = Field(None, gt=0)
     """Disk space for chunks' KV, in GiB. When it is full, the KV worth least (`store.eviction`) is evicted; a request
     that needs it prefills it, and it is precomputed again in idle time. None: no limit"""
@@ -103,10 +105,13 @@ class StoreConfig(Section):
         """Whether one entry holds a chunk's mean and its KV after the anchor alone: where neither is exact anyway."""
         return self.codec != "raw"
 
+    @property
+    def disk_bytes(self) -> int | None:
+        return None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
+
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of a `DiskStore` that writes, as plain data."""
-        disk_bytes = None if self.disk_gib is None else round(self.disk_gib * (1 << 30))
-        return {"codec": self.codec, "disk_bytes": disk_bytes, "eviction": self.eviction}
+        return {"codec": self.codec, "disk_bytes": self.disk_bytes, "eviction": self.eviction}
 
     def worker_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the `DiskStore` of a worker that serves requests."""

@@ -19,7 +19,7 @@ from ragkv.controller.cost_model import Profile, longest_wait_s
 from ragkv.controller.profile import ProfileFile, profile_machine
 from ragkv.conversation import Fitted, fit, in_one_turn, recent
 from ragkv.engine.engine import Engine
-from ragkv.errors import EngineStoppedError, ModelError, StoreError
+from ragkv.errors import ConfigError, EngineStoppedError, ModelError, StoreError
 from ragkv.generation import Generation, origins_of
 from ragkv.index.indexer import Indexer
 from ragkv.index.work import IngestProgress, IngestReport
@@ -155,10 +155,11 @@ class Pipeline:
             if generation.output.finish_reason in (None, "abort", "error"):
                 raise EngineStoppedError("vLLM gave up this request before its answer was complete; ask again")
             await self._settle(conversation, options, request, generation)
+            refused = await self._hint(request, options.hint)
             origins = await asyncio.to_thread(self._origins, generation) if options.explain else None
             answer = generation.answer(sources, origins, self.fallback)
             lacks = [self._missing_sources(fitted, engine.max_model_len), answer.fallback]
-            yield replace(answer, fallback="; ".join(filter(None, lacks)) or None)
+            yield replace(answer, fallback="; ".join(filter(None, lacks)) or None, hint_refused=refused)
 
     def _retrieve(self, asked: Conversation, options: AnswerOptions, max_model_len: int) -> tuple[Conversation, Fitted]:
         """Search for chunks, for each turn's question, and fit them and the conversation into the model's context.
@@ -236,17 +237,23 @@ class Pipeline:
     ) -> None:
         """Keep what the next request can use, and queue for idle time the KV that this one found missing."""
         report = generation.output.report
-        if options.hint is not None:
-            try:
-                await asyncio.to_thread(self.workspace.store.hint, request.chunk_hashes, options.hint)
-            except StoreError as error:  # the answer is complete already
-                logger.warning("a hint isn't kept: %s", error)
         self._router.keep(request, asked, options, generation.text)
         if self.workspace.fuses and not options.policy.is_full:
             self._restorer.add([*generation.unusable_chunks, *request.without_mean])
         if report and report.tokens.reused and request.task is not None and not request.continues:
             tokens = generation.tokens[: self.config.canary.tokens]
             self.canary.offer(Sample(request.prompt.token_ids, request.task, tokens))
+
+    async def _hint(self, request: Request, hint: Hint | None) -> str | None:
+        """Set the hint of the chunks in a prompt. Returns why it can't be: the answer is complete already."""
+        store, disk_bytes = self.workspace.store, self.config.store.disk_bytes
+        try:
+            if hint is not None:
+                await asyncio.to_thread(store.control.hint, request.chunk_hashes, hint, disk_bytes)
+        except (ConfigError, StoreError) as error:
+            logger.warning("a hint isn't kept: %s", error)
+            return str(error)
+        return None
 
     async def search(self, question: str, top_k: int) -> list[Source]:
         """Return the chunks that would be retrieved for a question, best first."""

@@ -85,7 +85,7 @@ class Workspace:
         self.store = self.home.open_store(**config.store.options())
         try:
             is_quiet = lambda: self.idle.is_quiet  # noqa: E731
-            self.tier = open_tier(self.store, config.store, self._unneeded, is_quiet, self._is_final)
+            self.tier = open_tier(self.store, config.store, self._unneeded, is_quiet, self._waiting)
         except (ConfigError, StoreError):
             self.store.close()
             raise
@@ -124,10 +124,10 @@ class Workspace:
             unneeded = corpus.unneeded(unneeded) if unneeded else unneeded
         return unneeded
 
-    def _is_final(self, key: ChunkKey) -> bool:
-        """Return whether an entry stays: one after the anchor alone may only wait for its mean, which takes its place.
-        Thread-safe."""
-        return key.anchor_hash != self.anchor_hash or len(self.alone_hashes) == 1
+    def _waiting(self) -> set[str]:
+        """Return what stands in the anchor's place in the keys of entries that only wait for their mean, which takes
+        their place: the anchor, where a mean holds both. Thread-safe."""
+        return {self.anchor_hash} if len(self.alone_hashes) > 1 else set()
 
     async def fetch(self, keys: Iterable[ChunkKey], longest_s: float | None = None) -> int:
         """Bring entries that aren't stored from the bucket, if there is one: see `RemoteTier.fetch`."""

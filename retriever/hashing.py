@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-CONTEXTS: Final = "behind one near and two at random"  # what an index averages over (`index.contexts_of`)
+CONTEXTS: Final = "behind one to three, near and at random"  # what an index averages over (`index.contexts_of`)
 
 
 def chunk_hash(token_ids: Sequence[int], scope: str = "") -> str:

@@ -16,7 +16,7 @@ from ragkv.errors import StoreError
 from ragkv.retriever.catalog import Catalog
 
 BATCH = 4096  # vectors read from the catalogue at a time
-_DEPTH = 3  # chunks in a context
+_DEPTH = 3  # chunks in a context, at most
 _MORE = 4  # asked of the index beyond `count`: some are the chunk itself, or the same text elsewhere
 
 
@@ -108,15 +108,20 @@ def nearest(
 
 
 def contexts_of(chunk_hash: str, near: Sequence[str], pool: Sequence[str]) -> list[list[str]]:
-    """Return contexts for a chunk's mean: each of `near` among other chunks of `pool`, all in random order.
+    """Return contexts for a chunk's mean: of three chunks, of two and of one, by turns, each of `near` among others of
+    `pool`, all in random order. A context of one chunk is as likely to be one of the others.
 
-    Several chunks stand before a chunk in a prompt, some of them about the same and some not. A mean over its nearest
-    chunks alone takes what they say for granted (docs/decisions/0007). The same arguments give the same contexts.
+    Some chunks, few or many, stand before a chunk in a prompt, and some are about the same as it. A mean over its
+    nearest chunks alone takes what they say for granted (docs/decisions/0007). The same arguments give the same
+    contexts.
     """
     drawing, contexts = random.Random(chunk_hash), []
-    for each in near:
+    depths = [_DEPTH - i % _DEPTH for i in range(len(near))]
+    drawing.shuffle(depths)
+    for depth, each in zip(depths, near, strict=True):
         drawn = drawing.sample(pool, min(len(pool), _DEPTH + 1))
         context = [each, *[other for other in drawn if other not in (chunk_hash, each)][: _DEPTH - 1]]
+        context = [drawing.choice(context)] if depth == 1 else context[:depth]
         drawing.shuffle(context)
         contexts.append(context)
     return contexts

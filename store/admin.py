@@ -63,7 +63,7 @@ class StoreAdmin:
             )
 
     def gauges(self) -> dict[str, int]:
-        """Return what is counted quickly: entries stored and evicted, bytes of the stored ones."""
+        """Return what is counted quickly: entries stored and evicted, bytes of the stored and of the pinned ones."""
         with self._errors():
             return self._usage.gauges()
 
@@ -163,7 +163,7 @@ def _problems(key: ChunkKey, file: EntryFile) -> Iterator[str]:
     for layer in range(len(file.layout.lengths)):
         try:
             kv = decode(key.layer(layer), file.read(layer))
-            shapes.add((tuple(kv.k.shape), kv.k.dtype, kv.base_position))
+            shapes.add((kv.shape, kv.k.dtype, kv.base_position))
         except CorruptRecordError as error:
             yield f"chunk {key.chunk_hash} layer {layer}: {error}"
     if len(shapes) > 1:

@@ -5,10 +5,25 @@ An entry is one chunk's KV after one anchor, all layers of it; `ChunkKey` names 
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from ragkv.store.codecs import Codec
 from ragkv.store.eviction import Hint
 from ragkv.store.record import ChunkKey, LayerKV
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An entry in memory: its bytes `[n]` uint8, of which what `Snapshot.get` returns are views.
+
+    version: another one after the entry was replaced.
+    """
+
+    version: object
+    memory: torch.Tensor
 
 
 class Snapshot(Protocol):
@@ -22,13 +37,22 @@ class Snapshot(Protocol):
         """
         ...
 
+    def whole(self, key: ChunkKey) -> Whole | None:
+        """Return the memory of an entry of which all layers are in this process's memory and verify, else None."""
+        ...
+
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         """Start to bring one layer of an entry into the page cache, if it is stored. Returns at once."""
         ...
 
 
 class KVStore(Protocol):
-    """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all."""
+    """One record for each chunk and layer. All layers of an entry are put, and deleted, together or not at all.
+
+    codec: how entries are written from now on.
+    """
+
+    codec: Codec
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
         """Store or replace entries: all are durable when the call returns. Of a process that is killed, some may be.
@@ -61,7 +85,8 @@ class KVStore(Protocol):
     def snapshot(self) -> AbstractContextManager[Snapshot]: ...
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
-        """Set how these chunks' entries are treated when room is needed (`ragkv.store.eviction.HINTS`)."""
+        """Set how these chunks' entries are treated when room is needed (`ragkv.store.eviction.HINTS`), whatever the
+        budget."""
         ...
 
     def delete_keys(self, keys: Iterable[ChunkKey]) -> None:

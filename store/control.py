@@ -6,13 +6,15 @@ Any number of processes may use the store meanwhile. What is in a worker's memor
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ragkv.errors import ConfigError
 from ragkv.store.codecs import CODECS, Codec
+from ragkv.store.difference import differences
 from ragkv.store.entries import ALIGNMENT, EntryFolder, entry_bytes
+from ragkv.store.eviction import Hint
 from ragkv.store.opening import store_errors
 from ragkv.store.record import (
     ChunkKey,
@@ -26,8 +28,8 @@ from ragkv.store.record import (
 from ragkv.store.usage import Usage
 
 _GIB = 1 << 30
-# recoded; left as it is because it has the codec, or would not get smaller; changed or gone meanwhile; damaged
-Outcome = Literal["recoded", "same", "no smaller", "changed", "damaged"]
+# recoded; two made one; left as it is because it has the codec, or would not get smaller; changed or gone; damaged
+Outcome = Literal["recoded", "joined", "same", "no smaller", "changed", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class Recoded:
     outcome: Outcome
     bytes_before: int = 0
     bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The keys of a chunk's two entries, after the anchor alone and the mean, and of the one that can hold both."""
+
+    alone: ChunkKey
+    mean: ChunkKey
+    joined: ChunkKey
 
 
 class StoreControl:
@@ -90,23 +101,29 @@ class StoreControl:
                 return read_header(begin).codec.name
         return None
 
-    def pin(self, chunk_hashes: Collection[str], disk_bytes: int | None) -> int:
-        """Pin all entries of these chunks. Returns the bytes of all that is pinned then.
+    def hint(self, chunk_hashes: Iterable[str], hint: Hint | None, disk_bytes: int | None) -> int:
+        """Set the hint of all entries of these chunks. Returns the bytes of all that is pinned then.
 
-        disk_bytes: the store's budget. Raises ConfigError, having pinned nothing, if it can't hold them.
+        disk_bytes: the store's budget; None: pins aren't limited. Raises ConfigError, having changed nothing, if it
+        can't hold all that would be pinned.
         """
+        chunk_hashes = set(chunk_hashes)
         with self._errors("write to"), self._usage.writing():
-            pinned = self._usage.pinned_bytes(and_those_of=chunk_hashes)
-            if disk_bytes is not None and pinned > disk_bytes:
-                before = self._usage.pinned_bytes()
-                raise ConfigError(
-                    f"{_gib(pinned)} would be pinned with these ({_gib(before)} are already), and store.disk_gib is "
-                    f"{_gib(disk_bytes)}; pin fewer, unpin others, or raise store.disk_gib. Nothing was pinned"
-                )
+            if hint == "pin" and disk_bytes is not None:
+                self._check_pins(chunk_hashes, disk_bytes)
             for chunk_hash in chunk_hashes:
-                self._usage.hint(chunk_hash, "pin")
+                self._usage.hint(chunk_hash, hint)
+            pinned = self._usage.pinned_bytes()
         self._entries.mark_changed()  # for what is in memory, of other processes too
         return pinned
+
+    def _check_pins(self, chunk_hashes: Collection[str], disk_bytes: int) -> None:
+        before, pinned = self._usage.pinned_bytes(), self._usage.pinned_bytes(and_those_of=chunk_hashes)
+        if pinned > disk_bytes and pinned > before:
+            raise ConfigError(
+                f"{_gib(pinned)} would be pinned with these ({_gib(before)} are already), and store.disk_gib is "
+                f"{_gib(disk_bytes)}; pin fewer, unpin others, or raise store.disk_gib. Nothing was pinned"
+            )
 
     def unpin(self, chunk_hashes: Collection[str]) -> int:
         """Let those of these chunks that are pinned be evicted again. Returns the bytes of all that is pinned then."""
@@ -123,10 +140,6 @@ class StoreControl:
         """Return the hint of each of these chunks that has, or had, entries."""
         with self._errors("read"):
             return {key.chunk_hash: row.hint for key, row in self._usage.rows_of(chunk_hashes).items()}
-
-    def pinned_bytes(self) -> int:
-        with self._errors("write to"), self._usage.writing():
-            return self._usage.pinned_bytes()
 
     def warm(self, key: ChunkKey) -> int:
         """Bring an entry into the page cache. Returns its bytes, 0 if it isn't stored."""
@@ -168,13 +181,11 @@ class StoreControl:
 
     def _decoded(self, key: ChunkKey, codec: Codec) -> list[LayerKV] | Outcome:
         """Return an entry's layers as they were before they were encoded, or why it is to stay."""
-        file = self._entries.open(key)
-        if file is None:
+        records = self._records(key)
+        if records is None:
             return "changed"
-        with closing(file):
-            records = [file.read(i) for i in range(len(file.layout.lengths))]
         headers = list(map(read_header, records))
-        if all(header.codec == codec for header in headers):
+        if all(header.codec == codec.of(is_mean=header.has_v_std) for header in headers):
             return "same"
         layers = []
         for i, (record, header) in enumerate(zip(records, headers, strict=True)):
@@ -182,6 +193,56 @@ class StoreControl:
             k, v = (part.to(header.dtype) for part in kv.mean().decoded())
             layers.append(LayerKV(k, v, kv.base_position, kv.v_std, difference=kv.difference))
         return layers if sum(record_bytes(kv, codec) for kv in layers) < sum(map(len, records)) else "no smaller"
+
+    def join(self, pair: Pair, codec: Codec) -> Recoded:
+        """Put one entry in the place of two: the mean, with the difference of the KV after the anchor alone.
+
+        As of what is put, the row is committed before the file has its name: killed in between, both entries are there.
+        """
+        keys = (pair.alone, pair.mean)
+        with self._errors("write to"):
+            versions, size = list(map(self._entries.version, keys)), sum(map(self._entries.size, keys))
+            try:
+                alone, mean = (self._layers(key) for key in keys)
+            except CorruptRecordError:
+                return Recoded("damaged", size, size)
+            if not (alone and mean):
+                return Recoded("changed", size, size)
+            changes = differences(
+                [(kv.k, kv.v) for kv in alone], [(kv.k.float(), kv.v.float()) for kv in mean], codec.share
+            )
+            layers = [replace(kv, difference=change) for kv, change in zip(mean, changes, strict=True)]
+            records = [encode(pair.joined.layer(i), kv, codec) for i, kv in enumerate(layers)]
+            file, size_after = self._entries.write(pair.joined, records), entry_bytes([*map(len, records)])
+            try:
+                with self._usage.writing():
+                    self._usage.copy(pair.mean, pair.joined, size_after)
+                with self._usage.writing():
+                    if list(map(self._entries.version, keys)) != versions:
+                        self._usage.lose(pair.joined)
+                        return Recoded("changed", size, size)
+                    self._entries.publish({pair.joined: file})
+                    self._entries.delete(keys)
+                    for key in keys:
+                        self._usage.forget(key.prefix())
+            finally:
+                file.unlink(missing_ok=True)
+        return Recoded("joined", size, size_after)
+
+    def _layers(self, key: ChunkKey) -> list[LayerKV]:
+        """Return an entry's layers as they were before they were encoded; none if it isn't stored."""
+        layers = []
+        for i, record in enumerate(self._records(key) or ()):
+            kv, dtype = decode(key.layer(i), record), read_header(record).dtype
+            k, v = (part.to(dtype) for part in kv.decoded())
+            layers.append(LayerKV(k, v, kv.base_position, kv.v_std))
+        return layers
+
+    def _records(self, key: ChunkKey) -> list[memoryview] | None:
+        if (file := self._entries.open(key)) is None:
+            return None
+        with closing(file):
+            return [file.read(i) for i in range(len(file.layout.lengths))]
 
     def _replace(self, key: ChunkKey, records: Sequence[bytes], version: tuple[int, int] | None, size: int) -> Recoded:
         """Write a file without a name, and give it the entry's, with its row; unless the entry was changed meanwhile.

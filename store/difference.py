@@ -1,8 +1,8 @@
 """What a chunk's KV directly after the anchor differs by from its mean KV, for the tokens where it differs most.
 
 It takes the place of a second record: a chunk that comes first in a prompt needs the KV after the anchor alone, and
-its mean in that place costs two to three times the drift (docs/decisions/0027). Half of the tokens' KV, counted in each
-layer, hardly depends on what stands before, and of the rest 4 bits are enough.
+its mean in that place costs two to three times the drift (docs/decisions/0027). The KV of some tokens, more of them in
+the first layers, hardly depends on what stands before, and of the rest 4 bits are enough.
 """
 
 import math
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ragkv.kernels.kv_fuse import Addend
+from ragkv.store.packing import pack, unpack
 
-SHARE = 0.45  # of the tokens, counted in each layer
-_LARGEST = 7  # of a 4-bit number, which are -7 to 7
+FLOOR = 0.02  # of the energy of K and V: what differs by less is left out
+_LARGEST, _ZERO = 7, 8  # numbers are -7 to 7, and stored 8 more than they are
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,7 +24,7 @@ class Difference:
     """What is added to K and V of `n` tokens in one layer: numbers times their token's scale.
 
     tokens: `[n]` int32, sorted. scale: `[2, Hkv, n, 1]` float16, of K, then of V. numbers: `[2, Hkv, n, D / 2]` uint8,
-    two numbers each, dimension i in the lower bits and dimension i + D / 2 in the upper, each 8 more than it is.
+    packed (`ragkv.store.packing`), each 8 more than it is.
     """
 
     tokens: torch.Tensor
@@ -35,15 +35,15 @@ class Difference:
         """Return the tensors in the order in which a record has them."""
         return self.tokens, self.scale, self.numbers
 
-    def addend(self, num_tokens: int) -> Addend:
-        """Return it as the kernels want it. num_tokens: of the chunk."""
+    def rows(self, num_tokens: int) -> torch.Tensor:
+        """Return which of the n is each of the chunk's tokens, `[T]` int32; -1: none."""
         rows = torch.full((num_tokens,), -1, dtype=torch.int32, device=self.tokens.device)
         rows[self.tokens] = torch.arange(len(self.tokens), dtype=torch.int32, device=self.tokens.device)
-        return Addend(rows, self.scale, self.numbers)
+        return rows
 
     def added_to(self, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Return K and V `[Hkv, T, D]` with the difference, float32."""
-        k_change, v_change = self.addend(k.shape[1]).unpacked()
+        k_change, v_change = unpack(self.numbers).sub_(_ZERO).mul_(self.scale.float())
         return k.float().index_add(1, self.tokens, k_change), v.float().index_add(1, self.tokens, v_change)
 
 
@@ -65,25 +65,27 @@ def split(payload: memoryview, shape: tuple[int, int, int], num_tokens: int) -> 
     return Difference(*parts)
 
 
-def differences(alone: Iterable[KV], mean: Iterable[KV], share: float = SHARE) -> list[Difference | None]:
+def differences(alone: Iterable[KV], mean: Iterable[KV], share: float) -> list[Difference | None]:
     """Return each layer's difference of `alone` from `mean`, layers of K and V `[Hkv, T, D]` at the same positions.
 
-    Of all layers' tokens the `share` is kept that differs most, measured by how much K, and V, vary among the layer's
-    tokens. None where no token of a layer is kept.
+    Kept are the tokens that differ by more than FLOOR: the energy of the difference over that of a layer's tokens, of
+    which K's is counted from the mean of all, and the mean of both ratios. share: of all layers' tokens at most so many
+    are kept, those that differ most. None where no token of a layer is kept.
     """
-    changes, weights = [], []
+    changes, ratios = [], []
     for (k, v), (mean_k, mean_v) in zip(alone, mean, strict=True):
         k, v = k.float(), v.float()
         change = torch.stack([k - mean_k, v - mean_v])
         varying = torch.stack([k - k.mean(1, keepdim=True), v])
         changes.append(change)
-        weights.append(_energy(change).div(_energy(varying).mean(1, keepdim=True).clamp(min=1e-30)).sum(0))
-    weight = torch.stack(weights)
-    kept = torch.zeros_like(weight, dtype=torch.bool)
-    kept.view(-1)[weight.flatten().topk(round(share * weight.numel())).indices] = True
+        ratios.append((_energy(change) / _energy(varying).mean(1, keepdim=True).clamp(min=1e-30)).mean(0))
+    ratio = torch.stack(ratios)
+    kept = torch.zeros_like(ratio, dtype=torch.bool)
+    kept.view(-1)[ratio.flatten().topk(round(share * ratio.numel())).indices] = True
+    rows = kept & (ratio > FLOOR)
     return [
         _quantised(change, row.nonzero().flatten()) if bool(row.any()) else None
-        for change, row in zip(changes, kept, strict=True)
+        for change, row in zip(changes, rows, strict=True)
     ]
 
 
@@ -96,5 +98,5 @@ def _quantised(change: torch.Tensor, tokens: torch.Tensor) -> Difference:
     x = change[:, :, tokens]
     limits = torch.finfo(torch.float16)
     scale = (x.abs().amax(3, keepdim=True) / _LARGEST).clamp(min=limits.tiny, max=limits.max).half()
-    low, high = ((x / scale.float()).round().clamp(-_LARGEST, _LARGEST) + 8).to(torch.uint8).chunk(2, dim=3)
-    return Difference(tokens.int(), scale, low | high << 4)
+    numbers = (x / scale.float()).round().clamp(-_LARGEST, _LARGEST) + _ZERO
+    return Difference(tokens.int(), scale, pack(numbers))

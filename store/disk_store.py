@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from ragkv.errors import StoreError
 from ragkv.store.admin import StoreAdmin
+from ragkv.store.base import Whole
 from ragkv.store.codecs import CODECS
 from ragkv.store.control import StoreControl
 from ragkv.store.entries import EntryFile, EntryFolder, entry_bytes
@@ -46,7 +49,7 @@ class DiskStore:
         eviction: str = "gdsf",
         pinned: bool = False,
     ) -> None:
-        self.path, self._codec, self._disk_bytes = path, CODECS[codec], disk_bytes
+        self.path, self.codec, self._disk_bytes = path, CODECS[codec], disk_bytes
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="ragkv-read")  # asks the system to; keeps no bytes
         self._has_memory = memory_bytes > 0
         try:
@@ -63,7 +66,7 @@ class DiskStore:
         self.before_delete: Callable[[Sequence[str]], None] | None = None
 
     def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
-        chunks, wanted = list(chunks), CODECS[codec] if codec else self._codec
+        chunks, wanted = list(chunks), CODECS[codec] if codec else self.codec
         lengths = [[record_bytes(kv, wanted) for kv in layers] for _, layers in chunks]
         self._put(
             ((key, [encode(key.layer(i), kv, wanted) for i, kv in enumerate(layers)]) for key, layers in chunks),
@@ -214,10 +217,7 @@ class DiskStore:
             self._staging.append(staging)
 
     def hint(self, chunk_hashes: Iterable[str], hint: Hint | None) -> None:
-        with self._errors("write to"), self._usage.writing():
-            for chunk_hash in chunk_hashes:
-                self._usage.hint(chunk_hash, hint)
-        self.entries.mark_changed()  # for what is in memory, of other processes too
+        self.control.hint(chunk_hashes, hint, disk_bytes=None)
 
     def delete(self, chunk_hashes: Iterable[str]) -> int:
         """Delete every entry of these chunks. Returns how many entries that were.
@@ -288,6 +288,14 @@ class DiskSnapshot:
         if slot is not None:
             self._pool.keep(key, layer, kv)
         return kv
+
+    def whole(self, key: ChunkKey) -> Whole | None:
+        with suppress(CorruptRecordError):  # `get` will say so
+            file = self._open(key)
+            memory = self._pool.whole(key, file.layout) if file else None
+            if file and memory is not None:
+                return Whole(file.layout, torch.frombuffer(memory, dtype=torch.uint8))
+        return None
 
     def prefetch(self, key: ChunkKey, layer: int) -> None:
         with suppress(CorruptRecordError):  # `get` will say so

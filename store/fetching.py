@@ -96,11 +96,17 @@ class Fetcher:
     def _fetch(self, key: ChunkKey) -> bool:
         """Bring one entry. Returns whether it is stored."""
         try:
+            change = self._deletions.last_change
             file = self._remote.get(key)
             if file is None:
                 self._miss(ABSENT)
+                self._contents.remove(key)  # so that it is sent once it is made again
                 return False
             self._store.put_records(key, records_in(file, key))
+            if self._was_cleared(key, change):
+                self._store.control.clear([key])
+                self._miss(ABSENT)
+                return False
             self._contents.add(key, len(file))
             self._count(len(file))
             if self._unneeded([key.chunk_hash]):  # its document was deleted meanwhile
@@ -121,6 +127,12 @@ class Fetcher:
             with self._lock:
                 self._coming.pop(key, None)
         return False
+
+    def _was_cleared(self, key: ChunkKey, change: int) -> bool:
+        """Return whether an entry was cleared, by any process, since the deletions' last change was this one."""
+        if key.chunk_hash in self._deletions:
+            return True
+        return self._deletions.last_change != change and not self._remote.has(key)
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:

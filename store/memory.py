@@ -136,6 +136,13 @@ class Pool:
         held = self._held.get(key)
         return held is not None and layer in held.layers
 
+    def whole(self, key: ChunkKey, layout: Layout) -> memoryview | None:
+        """Return the memory of an entry of which all records are held, in this layout."""
+        held = self._held.get(key)
+        if held is None or held.layout != layout or len(held.layers) < len(layout.lengths):
+            return None
+        return self._arena[held.start : held.start + layout.size_bytes]
+
     def slot(self, key: ChunkKey, layout: Layout, layer: int, in_use: Set[ChunkKey]) -> memoryview | None:
         """Return the memory to read a record to that `get` didn't return; None unless the entry is requested and room
         can be made without evicting what is `in_use`, requested or pinned. The caller then calls `keep` if the record

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from ragkv.store import difference
-from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, times, to_bytes
+from ragkv.store.codecs import CODE_TO_CODEC, RAW, Codec, restored, to_bytes
 from ragkv.store.difference import Difference
 
 FORMAT_VERSION: Final = 5  # of records and of the files that they are in
@@ -72,9 +72,9 @@ class LayerKV:
     """K (after RoPE, for positions from `base_position` on) and V of one chunk in one layer: `[Hkv, T, D]` each.
 
     v_std: `[T]` float32, the standard deviation of each token's V over the contexts that the mean is of; None for KV
-    of a single context. k_scale, v_scale: what the numbers of a quantizing codec are multiplied by
-    (`ragkv.store.codecs.Stored`). difference: of the KV directly after the anchor from this mean. With it, `decoded`
-    returns the former; `mean` and `alone` are either of both without the rest.
+    of a single context. k_scale to v_low: how the numbers of a quantizing codec are to be read, of which `int4` has two
+    in a byte (`ragkv.store.codecs.Stored`). difference: of the KV directly after the anchor from this mean. With it,
+    `decoded` returns the former; `mean` and `alone` are either of both without the rest.
     """
 
     k: torch.Tensor
@@ -83,7 +83,15 @@ class LayerKV:
     v_std: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_low: torch.Tensor | None = None
+    v_low: torch.Tensor | None = None
     difference: Difference | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return `(Hkv, T, D)`."""
+        heads, tokens, size = self.k.shape
+        return heads, tokens, size if self.k_low is None else 2 * size
 
     @property
     def size_bytes(self) -> int:
@@ -92,10 +100,11 @@ class LayerKV:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerKV":
         """Return the same with each tensor changed, say moved to a device."""
-        k, v, v_std, k_scale, v_scale = (None if part is None else change(part) for part in self._tensors()[:5])
+        parts = (None if part is None else change(part) for part in self._own_tensors())
+        k, v, v_std, k_scale, v_scale, k_low, v_low = parts
         assert k is not None and v is not None
         changed = self.difference and Difference(*map(change, self.difference.parts()))
-        return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale, changed)
+        return LayerKV(k, v, self.base_position, v_std, k_scale, v_scale, k_low, v_low, changed)
 
     def decoded(self, tokens: torch.Tensor | slice = _ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of these tokens, `[Hkv, c, D]` each: float32 if they have scales or a difference, else as they
@@ -106,19 +115,24 @@ class LayerKV:
         k, v = self.k[:, tokens], self.v[:, tokens]
         if self.k_scale is None or self.v_scale is None:
             return k, v
-        return times(k, self.k_scale), times(v, self.v_scale[:, tokens])
+        v_low = None if self.v_low is None else self.v_low[:, tokens]
+        return restored(k, self.k_scale, self.k_low), restored(v, self.v_scale[:, tokens], v_low)
 
     def mean(self) -> "LayerKV":
         """Return the mean alone."""
-        return replace(self, difference=None)
+        return self if self.difference is None else replace(self, difference=None)
 
     def alone(self) -> "LayerKV":
         """Return the KV directly after the anchor, of a mean that has the difference."""
-        return replace(self, v_std=None)
+        return self if self.v_std is None else replace(self, v_std=None)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        parts = (self.k, self.v, self.v_std, self.k_scale, self.v_scale)
+        parts = self._own_tensors()
         return (*parts, *self.difference.parts()) if self.difference else parts
+
+    def _own_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return all but those of the difference."""
+        return self.k, self.v, self.v_std, self.k_scale, self.v_scale, self.k_low, self.v_low
 
 
 class CorruptRecordError(Exception):
@@ -126,7 +140,8 @@ class CorruptRecordError(Exception):
 
 
 def encode(key: bytes, kv: LayerKV, codec: Codec = RAW) -> bytes:
-    """Serialise one layer of a chunk under its key."""
+    """Serialise one layer of a chunk under its key. K and V are as a model computes them, not quantized."""
+    codec = codec.of(is_mean=kv.v_std is not None)
     num_kv_heads, num_tokens, head_size = kv.k.shape
     dtype = _DTYPE_TO_CODE[kv.k.dtype]
     flags = 0 if kv.v_std is None else _HAS_V_STD
@@ -150,7 +165,8 @@ def decode(key: bytes, value: bytes | memoryview) -> LayerKV:
     if head.has_v_std:
         v_std, rest = torch.frombuffer(rest, dtype=torch.float32, count=head.shape[1]), rest[head.v_std_bytes :]
     differing = difference.split(rest, head.shape, head.num_differing) if head.num_differing else None
-    return LayerKV(stored.k, stored.v, head.base_position, v_std, stored.k_scale, stored.v_scale, differing)
+    grids = (stored.k_scale, stored.v_scale, stored.k_low, stored.v_low)
+    return LayerKV(stored.k, stored.v, head.base_position, v_std, *grids, differing)
 
 
 def check(key: bytes, value: bytes | memoryview) -> tuple["Header", memoryview]:
@@ -170,9 +186,8 @@ def check(key: bytes, value: bytes | memoryview) -> tuple["Header", memoryview]:
 
 def record_bytes(kv: LayerKV, codec: Codec = RAW) -> int:
     """Return the length of the record that `encode` makes."""
-    num_kv_heads, num_tokens, head_size = kv.k.shape
-    shape, num_differing = (num_kv_heads, num_tokens, head_size), len(kv.difference.tokens) if kv.difference else 0
-    return Header(codec, kv.k.dtype, shape, 0, kv.v_std is not None, num_differing).length
+    is_mean, num_differing = kv.v_std is not None, len(kv.difference.tokens) if kv.difference else 0
+    return Header(codec.of(is_mean=is_mean), kv.k.dtype, kv.shape, 0, is_mean, num_differing).length
 
 
 @dataclass(frozen=True)

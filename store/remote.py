@@ -153,6 +153,12 @@ class Remote:
 
             return head + b"".join(self._parts.map(read, range(len(head), size, PART_BYTES)))
 
+    def has(self, key: ChunkKey) -> bool:
+        with self._reaching("read"), suppress(FileNotFoundError):
+            obstore.head(self._store, _path(key))
+            return True
+        return False
+
     def put(self, key: ChunkKey, file: bytes) -> None:
         """Publish an entry's file: all of it at once, in place of what had its name.
 

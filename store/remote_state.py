@@ -25,7 +25,7 @@ class Traffic:
 
 
 class Deletions:
-    """The chunks that are deleted here and not yet in the bucket: an empty file for each, named by its hash."""
+    """The chunks that are deleted, or cleared, here and not yet in the bucket: an empty file for each, named by it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,6 +41,11 @@ class Deletions:
 
     def __contains__(self, chunk_hash: str) -> bool:
         return (self._folder / chunk_hash).exists()
+
+    @property
+    def last_change(self) -> int:
+        """Return a number that differs once a deletion was noted or done, by any process."""
+        return self._folder.stat().st_mtime_ns
 
     def all(self) -> list[str]:
         return sorted(file.name for file in self._folder.iterdir())

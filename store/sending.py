@@ -26,7 +26,8 @@ class Sender:
     """What sends entries and deletions. Threads may share it.
 
     unneeded: which of these chunks no document has: they aren't sent. is_quiet: whether nothing that matters more uses
-    the machine. is_final: whether an entry stays, and isn't only needed until another takes its place.
+    the machine. waiting: what stands in the anchor's place in the keys of entries that aren't sent, since another is to
+    take their place.
     num_unsent: entries that the bucket lacks, when it was looked at last.
     """
 
@@ -39,10 +40,10 @@ class Sender:
         traffic: Traffic,
         unneeded: Unneeded,
         is_quiet: Callable[[], bool],
-        is_final: Callable[[ChunkKey], bool],
+        waiting: Callable[[], Collection[str]],
     ) -> None:
         self._store, self._remote, self._unneeded, self._is_quiet = store, remote, unneeded, is_quiet
-        self._is_final = is_final
+        self._waiting = waiting
         self._contents, self._deletions, self._traffic = contents, deletions, traffic
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._looked_at = -1  # the store's last change when it was compared with the bucket
@@ -91,12 +92,15 @@ class Sender:
 
     def _unsent(self) -> list[ChunkKey]:
         self._contents.refresh(self._remote.sizes)
-        todo = [key for key in self._store.entries if self._contents.size(key) is None and self._is_final(key)]
+        waiting = self._waiting()
+        sendable = (key for key in self._store.entries if key.anchor_hash not in waiting)
+        todo = [key for key in sendable if self._contents.size(key) is None]
         unneeded = self._unneeded({key.chunk_hash for key in todo}) if todo else ()
         return [key for key in todo if key.chunk_hash not in unneeded and key.chunk_hash not in self._deletions]
 
     def _send(self, key: ChunkKey) -> bool:
         """Send one entry, if it is still stored. Returns whether nothing is left to do for it."""
+        change = self._deletions.last_change
         file = self._store.entries.read(key)
         if file is None or key.chunk_hash in self._deletions:
             return True
@@ -113,7 +117,8 @@ class Sender:
         with self._lock:
             self._traffic.entries_sent += 1
             self._traffic.bytes_sent += len(file)
-        if not self._store.remembers(key):  # it was deleted meanwhile, perhaps before it was in the bucket
+        was_cleared = self._deletions.last_change != change and not self._store.contains(key)
+        if was_cleared or not self._store.remembers(key):  # or deleted, meanwhile, perhaps before it was in the bucket
             self._deletions.add([key.chunk_hash])
         return True
 

@@ -53,17 +53,17 @@ class RemoteTier:
         remote: Remote,
         unneeded: Unneeded = lambda hashes: (),
         is_quiet: Callable[[], bool] = lambda: True,
-        is_final: Callable[[ChunkKey], bool] = lambda key: True,
+        waiting: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self.remote, self.traffic, self._store = remote, Traffic(), store
         self._contents, self._deletions = Contents(), Deletions(store.path / _DELETIONS)
         known = (self._contents, self._deletions, self.traffic, unneeded)
-        self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, is_final)
+        self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, waiting)
         self.fetch, self.send = self._fetcher.fetch, self._sender.send
         self.delete_pending = self._sender.delete_pending
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        store.before_delete = self._deletions.add
+        store.before_delete = self.note_deletions
 
     def start(self) -> None:
         """Send and delete from now on, in a thread."""
@@ -112,6 +112,15 @@ class RemoteTier:
             problem = str(error)
         return RemoteStatus(self.remote.url, problem, self.num_pending_deletions)
 
+    def note_deletions(self, chunk_hashes: Iterable[str]) -> None:
+        """Have all that is of these chunks deleted in the bucket, by the next `delete_pending` of any process; until
+        then nothing of it is fetched or sent."""
+        self._deletions.add(chunk_hashes)
+
+    def keys_of(self, chunk_hashes: Collection[str]) -> list[ChunkKey]:
+        """List the objects of these chunks. Raises RemoteError for an outage."""
+        return [key for key, _ in self.remote.sizes() if key.chunk_hash in chunk_hashes]
+
     def delete_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Delete these objects in the bucket only. Raises RemoteError for an outage."""
         for key in keys:
@@ -121,7 +130,7 @@ class RemoteTier:
     def verify(self, chunk_hashes: Collection[str]) -> Verification:
         """Read and check the objects of these chunks. Raises RemoteError for an outage."""
         num_records, problems = 0, []
-        for key in [key for key, _ in self.remote.sizes() if key.chunk_hash in chunk_hashes]:
+        for key in self.keys_of(chunk_hashes):
             try:
                 if (file := self.remote.get(key)) is not None:
                     num_records += len(records_in(file, key))
@@ -147,7 +156,7 @@ def open_tier(
     place: Place,
     unneeded: Unneeded = lambda hashes: (),
     is_quiet: Callable[[], bool] = lambda: True,
-    is_final: Callable[[ChunkKey], bool] = lambda key: True,
+    waiting: Callable[[], Collection[str]] = lambda: (),
 ) -> RemoteTier | None:
     """Return the tier behind a store; None if it has none. Raises StoreError if the store has another than that.
 
@@ -163,7 +172,7 @@ def open_tier(
         )
     if url is None:
         return None
-    tier = RemoteTier(store, Remote(url, place.remote_timeout_s), unneeded, is_quiet, is_final)
+    tier = RemoteTier(store, Remote(url, place.remote_timeout_s), unneeded, is_quiet, waiting)
     if known is None:
         marker.write_text(f"{url}\n")
     return tier

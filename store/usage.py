@@ -9,7 +9,7 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 SESSION_S = 1800.0
 _WRITTEN_EVERY_S = 10.0
 _FORMAT = b"1"
+_STORED, _PINNED = b"stored_bytes", b"pinned_bytes"  # totals
+_GAUGED = {"disk_bytes": _STORED, "pinned_bytes": _PINNED}
 _ROW = struct.Struct("<QdQddBB")  # size, cost, uses, used at, priority, hint, stored
 _HINTS = (None, *HINTS)  # by their code in a row
 _U64, _F64, _PRIORITY = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct(">Q")
@@ -78,6 +80,9 @@ class Usage:
                     self._totals.put(b"format", _FORMAT)
                 if self._totals.get(b"format") != _FORMAT:
                     raise TableDamageError("it isn't a table of uses")
+                if self._totals.get(_PINNED) is None:  # a table of before
+                    pinned = (row.size_bytes for _, row in _all(self._rows) if row.hint == "pin")
+                    self._totals.put(_PINNED, _U64.pack(sum(pinned)))
         except BaseException:
             self.close()
             raise
@@ -116,12 +121,16 @@ class Usage:
         if row := self._row(key.prefix()):
             self._set(key.prefix(), row, replace(row, size_bytes=size_bytes))
 
-    def pinned_bytes(self, and_those_of: Collection[str] = ()) -> int:
+    def copy(self, key: ChunkKey, to: ChunkKey, size_bytes: int) -> None:
+        """Note what is known of an entry for another one, of this size, that is to take its place."""
+        if row := self._row(key.prefix()):
+            self._set(to.prefix(), self._row(to.prefix()), replace(row, size_bytes=size_bytes, stored=True))
+
+    def pinned_bytes(self, and_those_of: Iterable[str] = ()) -> int:
         """Return the bytes of pinned entries, if those of these chunks were pinned too. Evicted ones count: they come
         back."""
-        return sum(
-            row.size_bytes for key, row in _all(self._rows) if row.hint == "pin" or key[:16].hex() in and_those_of
-        )
+        rows = (row for each in set(and_those_of) for _, row in _all(self._rows, bytes.fromhex(each)))
+        return _total(self._totals, _PINNED) + sum(row.size_bytes for row in rows if row.hint != "pin")
 
     def evict(self, num_bytes: int) -> list[ChunkKey]:
         """Choose entries that free this many bytes, those that are worth least, and count them as evicted; fewer if
@@ -166,7 +175,7 @@ class Usage:
 
     @property
     def stored_bytes(self) -> int:
-        return _stored_bytes(self._totals)
+        return _total(self._totals, _STORED)
 
     # Outside `writing`; `count` and `flush` may wait for another writer
 
@@ -211,11 +220,11 @@ class Usage:
             return [ChunkKey.parse(key) for key, row in _all(parts["rows"]) if not row.stored]
 
     def gauges(self) -> dict[str, int]:
-        """Count entries stored and evicted, and the bytes of the stored ones."""
+        """Count entries stored and evicted, and the bytes of the stored and of the pinned ones."""
         with self._table.reading() as parts:
             stored, known = len(parts["order"]), len(parts["rows"])
-            size_bytes = _stored_bytes(parts["totals"])
-        return {"entries": stored, "evicted_entries": known - stored, "disk_bytes": size_bytes}
+            sizes = {name: _total(parts["totals"], key) for name, key in _GAUGED.items()}
+        return {"entries": stored, "evicted_entries": known - stored, **sizes}
 
     def close(self) -> None:
         self._table.close()
@@ -254,25 +263,28 @@ class Usage:
 
     def _set(self, key: bytes, old: Row | None, new: Row | None) -> None:
         """Put a row in the place of another, None for none, and bring order and totals up to date."""
-        change = 0
+        changes = {_STORED: 0, _PINNED: 0}
+        for row, sign in ((old, -1), (new, 1)):
+            if row is not None:
+                changes[_STORED] += sign * row.size_bytes * row.stored
+                changes[_PINNED] += sign * row.size_bytes * (row.hint == "pin")
         if old and old.stored:
             self._order.delete(old.place(key))
-            change -= old.size_bytes
         if new and new.stored:
             self._order.put(new.place(key), b"")
-            change += new.size_bytes
         if new:
             self._rows.put(key, new.pack())
         else:
             self._rows.delete(key)
-        if change:
-            self._totals.put(b"stored_bytes", _U64.pack(max(0, self.stored_bytes + change)))
+        for total, change in changes.items():
+            if change:
+                self._totals.put(total, _U64.pack(max(0, _total(self._totals, total) + change)))
 
 
 def _all(rows: Rows, prefix: bytes = b"") -> Iterator[tuple[bytes, Row]]:
     return ((key, Row.parse(value)) for key, value in rows.items(prefix))
 
 
-def _stored_bytes(totals: Rows) -> int:
-    value = totals.get(b"stored_bytes")
+def _total(totals: Rows, key: bytes) -> int:
+    value = totals.get(key)
     return 0 if value is None else int(_U64.unpack(value)[0])

@@ -14,7 +14,7 @@ BLOCK_SIZE, CHUNK = 16, 512  # tokens
 
 def main() -> None:
     for num_tokens in LENGTHS:
-        for stored in (DTYPE, torch.int8, torch.float8_e4m3fn):
+        for stored in (DTYPE, torch.int8, torch.float8_e4m3fn, torch.uint8):
             _bench(num_tokens, stored)
 
 
@@ -31,7 +31,8 @@ def _bench(num_tokens: int, stored: torch.dtype) -> None:
     runs: dict[str, Callable[[], object]] = {
         each.name: partial(each.kv_fuse, chunks, rotation, kv) for each in kernels()
     }
-    num_bytes = 2 * KV_HEADS * num_tokens * HEAD_SIZE * (stored.itemsize + DTYPE.itemsize)
+    stored_bytes = 0.5 if stored == torch.uint8 else stored.itemsize  # of a number; two are packed in a byte
+    num_bytes = round(2 * KV_HEADS * num_tokens * HEAD_SIZE * (stored_bytes + DTYPE.itemsize))
     source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     runs["copy"] = lambda: target.copy_(source)
@@ -44,8 +45,11 @@ def _chunk(slots: torch.Tensor, stored: torch.dtype) -> Staged:
     k, v = (torch.randn(shape, device=DEVICE).to(stored) for _ in range(2))
     if stored == DTYPE:
         return Staged(k, v, slots, 700)
-    k_scale = torch.rand(KV_HEADS, 1, HEAD_SIZE, device=DEVICE)
-    return Staged(k, v, slots, 700, k_scale, torch.rand(KV_HEADS, len(slots), 1, device=DEVICE))
+    by_channel, by_token = (torch.rand(KV_HEADS, *each, device=DEVICE) for each in ((1, HEAD_SIZE), (len(slots), 1)))
+    if stored != torch.uint8:
+        return Staged(k, v, slots, 700, by_channel, by_token)
+    pairs, grids = k[:, :, : HEAD_SIZE // 2].contiguous(), (by_channel.half(), by_token.half())
+    return Staged(pairs, pairs, slots, 700, *grids, *grids)
 
 
 if __name__ == "__main__":

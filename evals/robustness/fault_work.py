@@ -11,13 +11,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ragkv.errors import StoreError
 from ragkv.store.base import Snapshot
-from ragkv.store.codecs import CODECS, Codec
+from ragkv.store.codecs import CODECS, INT8, Codec
+from ragkv.store.difference import differences
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.opening import USAGE_NAME
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
@@ -26,6 +28,7 @@ NUM_LAYERS = 3
 NUM_CHUNKS = 16  # that writers choose from
 _HEADS, _HEAD_SIZE = 2, 32
 _CODECS = tuple(CODECS.values())
+_RAW_VERSION = 30 * len(_CODECS)  # that is put as `raw`
 _WORK_S = 60  # an end also for those that nobody kills
 DELETED = NUM_CHUNKS  # in a store to be damaged
 _NEW = NUM_CHUNKS + 1  # put after the damage
@@ -54,11 +57,11 @@ def codec_of(version: int) -> Codec:
 
 
 def layers(chunk: int, version: int) -> list[LayerKV]:
-    """Return what is put. Every other chunk is an average, with a v_std."""
+    """Return what is put. Every other chunk is an average, with a v_std; in int8 half of these have a difference."""
     generator = torch.Generator().manual_seed(version * 1000 + chunk)
     num_tokens = 1 + version * 37 % 160
     shape = (_HEADS, num_tokens, _HEAD_SIZE)  # [Hkv, T, D]
-    return [
+    means = [
         LayerKV(
             torch.randn(shape, generator=generator),
             torch.randn(shape, generator=generator),
@@ -67,24 +70,32 @@ def layers(chunk: int, version: int) -> list[LayerKV]:
         )
         for _ in range(NUM_LAYERS)
     ]
+    if codec_of(version) != INT8 or chunk % 4 != 1:
+        return means
+    alone = [(kv.k + torch.randn(shape, generator=generator), kv.v) for kv in means]
+    changes = differences(alone, [(kv.k, kv.v) for kv in means], INT8.share)
+    return [replace(kv, difference=change) for kv, change in zip(means, changes, strict=True)]
 
 
 def stored(chunk: int, version: int) -> list[LayerKV]:
     """Return what must be read back: what is put, as its codec rounds it."""
-    codec, found = codec_of(version), []
+    found = []
     for kv in layers(chunk, version):
-        payload, (heads, tokens, size) = memoryview(codec.encode(kv.k, kv.v)), kv.k.shape
-        stored = codec.split(payload, (heads, tokens, size), kv.k.dtype)
-        found.append(LayerKV(stored.k, stored.v, kv.base_position, kv.v_std, stored.k_scale, stored.v_scale))
+        codec = codec_of(version).of(is_mean=kv.v_std is not None)
+        parts = codec.split(memoryview(codec.encode(kv.k, kv.v)), kv.shape, kv.k.dtype)
+        found.append(replace(kv, **vars(parts)))
     return found
 
 
 def equal(found: LayerKV, expected: LayerKV) -> bool:
-    if (found.v_std is None) != (expected.v_std is None):
-        return False
-    spreads = () if found.v_std is None or expected.v_std is None else ((found.v_std, expected.v_std),)
-    pairs = (*zip(found.decoded(), expected.decoded(), strict=True), *spreads)
-    return found.base_position == expected.base_position and all(torch.equal(a, b) for a, b in pairs)
+    parts, wanted = _parts(found), _parts(expected)
+    same = found.base_position == expected.base_position and len(parts) == len(wanted)
+    return same and all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+def _parts(kv: LayerKV) -> list[torch.Tensor]:
+    spread = () if kv.v_std is None else (kv.v_std,)
+    return [*kv.mean().decoded(), *spread, *(kv.difference.parts() if kv.difference else ())]
 
 
 def put(store: DiskStore, chunks: Iterable[tuple[int, int]]) -> None:
@@ -288,19 +299,19 @@ def fill(say: Say, folder: Path) -> None:
         num_chunks = 0
         try:
             while True:
-                put(store, [(num_chunks, 3 * 30)])
+                put(store, [(num_chunks, _RAW_VERSION)])
                 num_chunks += 1
         except StoreError as error:
             if "Free some space" not in str(error):
                 raise
         for chunk in range(0, num_chunks, 2):
             with store.snapshot() as snapshot:
-                _expect(snapshot, chunk, 90, missing=False)
+                _expect(snapshot, chunk, _RAW_VERSION, missing=False)
             store.delete([key(chunk).chunk_hash])
-        put(store, [(num_chunks, 90)])
+        put(store, [(num_chunks, _RAW_VERSION)])
         with store.snapshot() as snapshot:
             for chunk in (*range(1, num_chunks, 2), num_chunks):
-                _expect(snapshot, chunk, 90, missing=False)
+                _expect(snapshot, chunk, _RAW_VERSION, missing=False)
         if problems := store.admin.verify().problems:
             raise ValueError(f"verify: {problems[0]}")
     say("held")

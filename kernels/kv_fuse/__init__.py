@@ -26,27 +26,34 @@ class Addend:
     """What is added to the K and V of some of a chunk's tokens, before K is rotated (`ragkv.store.difference`).
 
     rows: `[T]` int32, which of n rows is a token's; below 0: none. scale: `[2, Hkv, n, 1]` float16, of K, then of V.
-    numbers: `[2, Hkv, n, D / 2]` uint8, two numbers each, of dimension i in the lower bits and i + D / 2 in the upper:
-    what is added is (number - 8) times its scale.
+    numbers: `[2, Hkv, n, D / 2]`, packed (`unpacked`): what is added is (number - 8) times its scale.
     """
 
     rows: torch.Tensor
     scale: torch.Tensor
     numbers: torch.Tensor
 
-    def unpacked(self) -> torch.Tensor:
+    def decoded(self) -> torch.Tensor:
         """Return what is added to K and V of the n tokens, `[2, Hkv, n, D]` float32."""
-        return torch.cat([self.numbers & 15, self.numbers >> 4], dim=3).float().sub_(8).mul_(self.scale.float())
+        return unpacked(self.numbers).sub_(8).mul_(self.scale.float())
+
+
+def unpacked(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit numbers in uint8 `[..., D / 2]`, float32: of dimension i in the lower bits, i + D / 2 in the
+    upper."""
+    return torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
 
 
 @dataclass(frozen=True)
 class Staged:
     """One layer of a chunk on the device, as the store has it.
 
-    k, v: `[Hkv, T, D]`, float32, float16 or bfloat16, or with scales int8 or float8_e4m3fn. slots: `[T]` int64, each
-    token's slot in the paged cache; below 0: not written. moved: by how many positions the keys are rotated further
-    than where they were computed. k_scale: `[Hkv, 1, D]`, v_scale: `[Hkv, T, 1]`, float32: a number is the stored one
-    times its scale. shift: None where no token of the chunk was recomputed. addend: None where KV is as it is stored.
+    k, v: `[Hkv, T, D]`, float32, float16 or bfloat16, or with scales int8 or float8_e4m3fn, or with scales and lows
+    4-bit numbers, packed in uint8 `[Hkv, T, D / 2]`. slots: `[T]` int64, each token's slot in the paged cache; below 0:
+    not written. moved: by how many positions the keys are rotated further than where they were computed. k_scale, k_low
+    `[Hkv, 1, D]`, v_scale, v_low `[Hkv, T, 1]`, float32, of packed numbers float16: a number is the stored one times
+    its scale, plus its low. shift: None where no token of the chunk was recomputed. addend: None where KV is as it is
+    stored.
     """
 
     k: torch.Tensor
@@ -55,37 +62,57 @@ class Staged:
     moved: int = 0
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_low: torch.Tensor | None = None
+    v_low: torch.Tensor | None = None
     shift: KVShift | None = None
     addend: Addend | None = None
 
+    @property
+    def head_size(self) -> int:
+        return self.k.shape[2] if self.k_low is None else 2 * self.k.shape[2]
 
-FIELDS = 15  # of a row of `table`
+    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V `[Hkv, T, D]`, float32, without the addend."""
+        k, v = (x.float() if self.k_low is None else unpacked(x) for x in (self.k, self.v))
+        if self.k_scale is not None and self.v_scale is not None:
+            k, v = k * self.k_scale, v * self.v_scale
+        if self.k_low is not None and self.v_low is not None:
+            k, v = k + self.k_low, v + self.v_low
+        return k, v
+
+
+FIELDS = 17  # of a row of `table`
 
 
 def table(chunks: list[Staged]) -> list[list[int]]:
-    """Return what a kernel needs to know of each chunk, FIELDS numbers: the addresses of k, v, k_scale, v_scale, slots,
-    of the shift's k, v and weights and of the addend's rows, scale and numbers (0: none), the number of tokens, how far
-    it moves, where it starts, and the addend's number of rows."""
+    """Return what a kernel needs to know of each chunk, FIELDS numbers: the addresses of k, v, their scales, their
+    lows, of the slots, of the shift's k, v and weights and of the addend's rows, scale and numbers (0: none), the
+    number of tokens, how far it moves, where it starts, and the addend's number of rows."""
     rows = []
     for chunk in chunks:
         shift = (chunk.shift.k, chunk.shift.v, chunk.shift.weights) if chunk.shift else (None, None, None)
         added = (chunk.addend.rows, chunk.addend.scale, chunk.addend.numbers) if chunk.addend else (None, None, None)
-        parts = (chunk.k, chunk.v, chunk.k_scale, chunk.v_scale, chunk.slots, *shift, *added)
-        assert all(part is None or part.is_contiguous() for part in parts)
+        grids = (chunk.k_scale, chunk.v_scale, chunk.k_low, chunk.v_low)
+        parts = (chunk.k, chunk.v, *grids, chunk.slots, *shift, *added)
         num_added = chunk.addend.scale.shape[2] if chunk.addend else 0
         numbers = (chunk.k.shape[1], chunk.moved, chunk.shift.start if chunk.shift else 0, num_added)
-        rows.append([*(0 if part is None else part.data_ptr() for part in parts), *numbers])
+        rows.append([*map(_address, parts), *numbers])
     return rows
+
+
+def _address(part: torch.Tensor | None) -> int:
+    if part is None:
+        return 0
+    assert part.is_contiguous()
+    return part.data_ptr()
 
 
 def kv_fuse_reference(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> None:
     """Write the chunks' K and V into their slots of the cache, in its type: the definition, computed in float32."""
     for chunk in chunks:
-        k, v = chunk.k.float(), chunk.v.float()
-        if chunk.k_scale is not None and chunk.v_scale is not None:
-            k, v = k * chunk.k_scale, v * chunk.v_scale
+        k, v = chunk.decoded()
         if chunk.addend is not None:
-            added, rows = chunk.addend.unpacked(), chunk.addend.rows
+            added, rows = chunk.addend.decoded(), chunk.addend.rows
             k, v = (torch.where(rows[:, None] >= 0, x + y[:, rows], x) for x, y in zip((k, v), added, strict=True))
         if rotation is not None and chunk.moved:
             k = rotation.rotate(k, chunk.moved)

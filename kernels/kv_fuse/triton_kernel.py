@@ -16,16 +16,14 @@ def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> Non
     if not any(chunk.k.shape[1] for chunk in chunks):
         return
     device = kv.k.device
-    num_heads, _, head_size = chunks[0].k.shape
+    num_heads, head_size = len(chunks[0].k), chunks[0].head_size
     block_d = triton.next_power_of_2(head_size)
     block_t = max(1, _NUMBERS // block_d)
-    tiles = [(i, start) for i, chunk in enumerate(chunks) for start in range(0, chunk.k.shape[1], block_t)]
     rows = table(chunks)
-    numbers = torch.tensor([number for row in (*tiles, *rows) for number in row])
-    numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-    _kv_fuse[(len(tiles), num_heads)](
-        numbers,
-        numbers[2 * len(tiles) :],
+    numbers = torch.tensor([number for row in rows for number in row], pin_memory=device.type == "cuda")
+    num_tiles = triton.cdiv(max(chunk.k.shape[1] for chunk in chunks), block_t)
+    _kv_fuse[(num_tiles, num_heads, len(chunks))](
+        numbers.to(device, non_blocking=True),
         None if rotation is None else rotation.cos,
         None if rotation is None else rotation.sin,
         kv.k,
@@ -39,6 +37,7 @@ def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> Non
         STORED=_TYPES[chunks[0].k.dtype],
         SCALED=chunks[0].k_scale is not None,
         FP8=chunks[0].k.dtype == torch.float8_e4m3fn,
+        PACKED=chunks[0].k_low is not None,
         ALIGN=16 if all(row[0] % 16 == row[1] % 16 == 0 for row in rows) else 1,
         BLOCK_T=block_t,
         BLOCK_D=block_d,
@@ -52,6 +51,7 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.int8,  # converted by its bits
+    torch.uint8: tl.uint8,  # two 4-bit numbers
 }
 
 
@@ -81,22 +81,65 @@ def _partners(d, PAIRS: tl.constexpr, NEOX: tl.constexpr):
 
 
 @triton.jit
-def _added(row, part, head, t, d, valid, HEAD_SIZE: tl.constexpr):
-    """Return what is added to K (part 0) or V (1) of these tokens and dimensions, 0 for tokens without a row."""
-    rows = tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + t, mask=valid, other=-1)
-    at = (part * tl.num_programs(1) + head) * tl.load(row + 14) + rows
-    scale = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.float16)) + at, mask=rows >= 0, other=0.0).to(tl.float32)
+def _unpacked(pairs, row, d, mask, HEAD_SIZE: tl.constexpr):
+    """Return the 4-bit numbers of these rows and dimensions, 0 to 15, two of which are a byte of pairs."""
     half: tl.constexpr = HEAD_SIZE // 2
     upper = d >= half
-    bytes_at = at[:, None] * half + tl.where(upper, d - half, d)[None, :]
+    at = row[:, None] * half + tl.where(upper, d - half, d)[None, :]
+    return (tl.load(pairs + at, mask=mask, other=0).to(tl.int32) >> tl.where(upper, 4, 0)[None, :]) & 15
+
+
+@triton.jit
+def _added(row, part, head, t, d, valid, HEAD_SIZE: tl.constexpr):
+    """Return what is added to K (part 0) or V (1) of these tokens and dimensions, 0 for tokens without a row."""
+    rows = tl.load(tl.load(row + 10).to(tl.pointer_type(tl.int32)) + t, mask=valid, other=-1)
+    at = (part * tl.num_programs(1) + head) * tl.load(row + 16) + rows
+    scale = tl.load(tl.load(row + 11).to(tl.pointer_type(tl.float16)) + at, mask=rows >= 0, other=0.0).to(tl.float32)
     has = (rows >= 0)[:, None] & (d < HEAD_SIZE)[None, :]
-    pairs = tl.load(tl.load(row + 10).to(tl.pointer_type(tl.uint8)) + bytes_at, mask=has, other=0).to(tl.int32)
-    return (((pairs >> tl.where(upper, 4, 0)[None, :]) & 15) - 8).to(tl.float32) * scale[:, None]
+    numbers = _unpacked(tl.load(row + 12).to(tl.pointer_type(tl.uint8)), at, d, has, HEAD_SIZE)
+    return (numbers - 8).to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _decoded(
+    row,
+    part: tl.constexpr,
+    head,
+    t,
+    d,
+    valid,
+    written,
+    HEAD_SIZE: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
+    PACKED: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Return K (part 0) or V (1) of these tokens and dimensions, with the addend."""
+    numbers = tl.multiple_of(tl.load(row + part).to(tl.pointer_type(STORED)), ALIGN)
+    at = head * tl.load(row + 13) + t  # of all heads' tokens
+    if PACKED:
+        x = _unpacked(numbers, at, d, written, HEAD_SIZE).to(tl.float32)
+    else:
+        x = _number(tl.load(numbers + at[:, None] * HEAD_SIZE + d[None, :], mask=written, other=0), FP8)
+    if SCALED:
+        scales = tl.load(row + 2 + part).to(tl.pointer_type(tl.float16 if PACKED else tl.float32))
+        if part == 0:
+            group, has = (head * HEAD_SIZE + d)[None, :], (d < HEAD_SIZE)[None, :]
+        else:
+            group, has = at[:, None], valid[:, None]
+        x = x * tl.load(scales + group, mask=has, other=0.0).to(tl.float32)
+        if PACKED:
+            lows = tl.load(row + 4 + part).to(tl.pointer_type(tl.float16))
+            x += tl.load(lows + group, mask=has, other=0.0).to(tl.float32)
+    if tl.load(row + 10) != 0:
+        x += _added(row, part, head, t, d, valid, HEAD_SIZE)
+    return x
 
 
 @triton.jit(do_not_specialize=["block_size"])
 def _kv_fuse(
-    tiles,
     rows,
     cos,
     sin,
@@ -117,52 +160,37 @@ def _kv_fuse(
     STORED: tl.constexpr,
     SCALED: tl.constexpr,
     FP8: tl.constexpr,
+    PACKED: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = rows + tl.load(tiles + 2 * tile) * FIELDS
-    num_tokens, moved, start = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13)
-    t = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
+    """Write some tokens of one head of one chunk; of a short chunk, some programs have none."""
+    first, head = tl.program_id(0) * BLOCK_T, tl.program_id(1).to(tl.int64)
+    row = rows + tl.program_id(2) * FIELDS
+    num_tokens, moved, start = tl.load(row + 13), tl.load(row + 14), tl.load(row + 15)
+    if first >= num_tokens:
+        return
+    t = first + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     valid, within = t < num_tokens, d < HEAD_SIZE
-    slots = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.int64)) + t, mask=valid, other=-1)
+    slots = tl.load(tl.load(row + 6).to(tl.pointer_type(tl.int64)) + t, mask=valid, other=-1)
     written = (slots >= 0)[:, None] & within[None, :]
-    at = (head * num_tokens + t)[:, None] * HEAD_SIZE
 
     partner, pair, sign, turned = _partners(d, PAIRS, NEOX)
-    keys = tl.multiple_of(tl.load(row).to(tl.pointer_type(STORED)), ALIGN)
-    k = _number(tl.load(keys + at + d[None, :], mask=written, other=0), FP8)
-    if SCALED:
-        scales = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
-        k = k * tl.load(scales + d, mask=within, other=0.0)[None, :]
-    has_addend = tl.load(row + 8) != 0
-    if has_addend:
-        k += _added(row, 0, head, t, d, valid, HEAD_SIZE)
+    k = _decoded(row, 0, head, t, d, valid, written, HEAD_SIZE, STORED, SCALED, FP8, PACKED, ALIGN)
     if PAIRS:
-        other = _number(tl.load(keys + at + partner[None, :], mask=written, other=0), FP8)
-        if SCALED:
-            other = other * tl.load(scales + partner, mask=within, other=0.0)[None, :]
-        if has_addend:
-            other += _added(row, 0, head, t, partner, valid, HEAD_SIZE)
+        other = _decoded(row, 0, head, t, partner, valid, written, HEAD_SIZE, STORED, SCALED, FP8, PACKED, ALIGN)
         distance = tl.abs(moved)
         c = tl.load(cos + distance * PAIRS + pair, mask=turned, other=1.0)
         s = tl.load(sin + distance * PAIRS + pair, mask=turned, other=0.0) * tl.where(moved < 0, -1.0, 1.0)
         k = k * c[None, :] + other * (sign * s)[None, :]
+    v = _decoded(row, 1, head, t, d, valid, written, HEAD_SIZE, STORED, SCALED, FP8, PACKED, ALIGN)
 
-    values = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(STORED)), ALIGN)
-    v = _number(tl.load(values + at + d[None, :], mask=written, other=0), FP8)
-    if SCALED:
-        by_token = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + head * num_tokens
-        v = v * tl.load(by_token + t, mask=valid, other=0.0)[:, None]
-    if has_addend:
-        v += _added(row, 1, head, t, d, valid, HEAD_SIZE)
-
-    if tl.load(row + 7) != 0:
-        weights = tl.load(tl.load(row + 7).to(tl.pointer_type(tl.float32)) + t, mask=valid, other=0.0)[:, None]
-        shift_k = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+    if tl.load(row + 9) != 0:
+        weights = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.float32)) + t, mask=valid, other=0.0)[:, None]
+        shift_k = tl.load(row + 7).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         term = tl.load(shift_k + d, mask=within, other=0.0)[None, :]
         if PAIRS:
             across = sign * tl.load(shift_k + partner, mask=within, other=0.0)
@@ -171,7 +199,7 @@ def _kv_fuse(
             term = term * tl.load(cos + angles, mask=turning, other=1.0)
             term += across[None, :] * tl.load(sin + angles, mask=turning, other=0.0)
         k += weights * term
-        shift_v = tl.load(row + 6).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
+        shift_v = tl.load(row + 8).to(tl.pointer_type(tl.float32)) + head * HEAD_SIZE
         v += weights * tl.load(shift_v + d, mask=within, other=0.0)[None, :]
 
     block, line = slots // block_size, slots % block_size

@@ -16,7 +16,14 @@ from ragkv.kernels.operands import AttentionSpec, PagedKV, Rotation
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+_TYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+    torch.uint8: 5,  # two 4-bit numbers
+}
 _CAPABILITY_TO_LIBRARIES = {"AVX512": ["_avx512_bf16", "_avx512"], "AVX2": ["_avx2"]}  # by torch's name; the best first
 _SIGNATURES = {  # p: an address, i: int, n: int64, f: float
     "ragkv_selective_attention": "ippppppppppff",
@@ -56,7 +63,7 @@ def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> Non
     assert kv.k.stride(3) == kv.v.stride(3) == 1
     rows = torch.tensor(table(chunks))
     assert rows.shape[1] == FIELDS
-    num_heads, _, head_size = chunks[0].k.shape
+    num_heads, head_size = len(chunks[0].k), chunks[0].head_size
     cos, sin, neox = (rotation.cos, rotation.sin, rotation.neox) if rotation is not None else (None, None, True)
     shape = (num_heads, head_size, 0 if cos is None else cos.shape[1], neox, kv.block_size)
     types = (chunks[0].k.dtype, kv.k.dtype)

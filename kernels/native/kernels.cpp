@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -43,6 +44,9 @@ struct bfloat16 {
   uint16_t bits;
 };
 struct e4m3 {
+  uint8_t bits;
+};
+struct packed {  // two numbers of 4 bits
   uint8_t bits;
 };
 inline float number(float x) { return x; }
@@ -409,7 +413,8 @@ void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
 
 struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
   const void *k, *v;
-  const float *k_scale, *v_scale;
+  const void *k_scale, *v_scale;  // float, of packed numbers _Float16
+  const _Float16 *k_low, *v_low;
   const int64_t* slots;
   const float *shift_k, *shift_v, *weights;
   const int32_t* rows;
@@ -417,7 +422,7 @@ struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
   const uint8_t* added;
   int64_t num_tokens, moved, start, num_added;
 };
-static_assert(sizeof(Chunk) == 15 * 8, "as in the table");
+static_assert(sizeof(Chunk) == 17 * 8, "as in the table");
 
 struct Fuse {
   int64_t num_heads, size, pairs;
@@ -442,31 +447,45 @@ inline void turn(const Fuse& f, const float* c, const float* s, float sign, floa
     }
 }
 
-// Adds what token t's row of K (part 0) or V (1) has to x.
-inline void add(const Fuse& f, const Chunk& chunk, int64_t part, int64_t head, int64_t t, float* x) {
+// Reads the numbers of one row of `size`.
+template <typename S>
+inline void read(const S* rows, int64_t row, int64_t size, float* x) {
+  const S* from = rows + row * size;
+  for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
+}
+inline void read(const packed* rows, int64_t row, int64_t size, float* x) {
+  const int64_t half = size / 2;
+  const packed* from = rows + row * half;
+  for (int64_t d = 0; d < half; ++d) x[d] = float(from[d].bits & 15);
+  for (int64_t d = 0; d < half; ++d) x[d + half] = float(from[d].bits >> 4);
+}
+
+// Adds what token t's row of K (part 0) or V (1) has to x; y: room for a row.
+inline void add(const Fuse& f, const Chunk& chunk, int64_t part, int64_t head, int64_t t, float* y, float* x) {
   if (!chunk.rows || chunk.rows[t] < 0) return;
-  const int64_t row = (part * f.num_heads + head) * chunk.num_added + chunk.rows[t], half = f.size / 2;
+  const int64_t row = (part * f.num_heads + head) * chunk.num_added + chunk.rows[t];
   const float scale = float(chunk.added_scale[row]);
-  const uint8_t* pairs = chunk.added + row * half;
-  for (int64_t d = 0; d < half; ++d) x[d] += scale * float((pairs[d] & 15) - 8);
-  for (int64_t d = 0; d < half; ++d) x[d + half] += scale * float((pairs[d] >> 4) - 8);
+  read((const packed*)chunk.added, row, f.size, y);
+  for (int64_t d = 0; d < f.size; ++d) x[d] += scale * (y[d] - 8.0f);
 }
 
 template <typename S, typename T>
 void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64_t head, int64_t first, int64_t last) {
+  using Scale = std::conditional_t<std::is_same_v<S, packed>, _Float16, float>;
   const int64_t size = f.size;
-  std::vector<float> row(size), shift(size);
-  float *x = row.data(), *y = shift.data();
+  std::vector<float> row(size), other(size), scales(size, 1.0f), lows(size);
+  float *x = row.data(), *y = other.data();
+  if (chunk.k_scale) read((const Scale*)chunk.k_scale, head, size, scales.data());
+  if (chunk.k_low) read(chunk.k_low, head, size, lows.data());
   const int64_t distance = chunk.moved < 0 ? -chunk.moved : chunk.moved;
   const float sign = chunk.moved < 0 ? -1.0f : 1.0f;
   for (int64_t t = first; t < last; ++t) {
-    const int64_t slot = chunk.slots[t];
+    const int64_t slot = chunk.slots[t], from = head * chunk.num_tokens + t;
     if (slot < 0) continue;
-    const S* from = (const S*)chunk.k + (head * chunk.num_tokens + t) * size;
-    for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
+    read((const S*)chunk.k, from, size, x);
     if (chunk.k_scale)
-      for (int64_t d = 0; d < size; ++d) x[d] *= chunk.k_scale[head * size + d];
-    add(f, chunk, 0, head, t, x);
+      for (int64_t d = 0; d < size; ++d) x[d] = x[d] * scales[d] + lows[d];
+    add(f, chunk, 0, head, t, y, x);
     if (chunk.moved) turn(f, f.cos + distance * f.pairs, f.sin + distance * f.pairs, sign, x);
     const float weight = chunk.weights ? chunk.weights[t] : 0.0f;
     if (chunk.weights) {
@@ -479,11 +498,13 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
     T* to = key_cache + block * f.keys.block + line * f.keys.row + head * f.keys.head;
     for (int64_t d = 0; d < size; ++d) put(to + d, x[d]);
 
-    from = (const S*)chunk.v + (head * chunk.num_tokens + t) * size;
-    for (int64_t d = 0; d < size; ++d) x[d] = number(from[d]);
-    if (chunk.v_scale)
-      for (int64_t d = 0; d < size; ++d) x[d] *= chunk.v_scale[head * chunk.num_tokens + t];
-    add(f, chunk, 1, head, t, x);
+    read((const S*)chunk.v, from, size, x);
+    if (chunk.v_scale) {
+      const float scale = float(((const Scale*)chunk.v_scale)[from]);
+      const float low = chunk.v_low ? float(chunk.v_low[from]) : 0.0f;
+      for (int64_t d = 0; d < size; ++d) x[d] = x[d] * scale + low;
+    }
+    add(f, chunk, 1, head, t, y, x);
     if (chunk.weights)
       for (int64_t d = 0; d < size; ++d) x[d] += weight * chunk.shift_v[head * size + d];
     to = value_cache + block * f.values.block + line * f.values.row + head * f.values.head;
@@ -517,13 +538,14 @@ int fuse_stored(int stored, const Fuse& f, const Chunk* chunks, int64_t num_chun
     case 2: return fuse_all<bfloat16, T>(f, chunks, num_chunks, k, v), 0;
     case 3: return fuse_all<int8_t, T>(f, chunks, num_chunks, k, v), 0;
     case 4: return fuse_all<e4m3, T>(f, chunks, num_chunks, k, v), 0;
+    case 5: return fuse_all<packed, T>(f, chunks, num_chunks, k, v), 0;
   }
   return -1;
 }
 
 }  // namespace
 
-// Types: 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 float8_e4m3fn. Each returns 0, or -1 for a type it doesn't know.
+// Types: 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 float8_e4m3fn, 5 two 4-bit numbers. Each returns 0, or -1 for a type it doesn't know.
 extern "C" {
 
 int ragkv_selective_attention(int type, const void* q, const void* k, const void* v, void* out, const int64_t* positions,

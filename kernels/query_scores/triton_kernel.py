@@ -31,9 +31,10 @@ def query_scores(
     _log_sums[(splits, triton.cdiv(num_rows, options["BLOCK_M"]), num_kv_heads)](
         *operands, parts, *sizes, SPLIT=_SPLIT, **options
     )
-    log_sums = torch.logsumexp(parts, 0)
     votes = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=k.device)
-    _votes[(triton.cdiv(num_tokens, options["BLOCK_N"]), num_kv_heads)](*operands, log_sums, votes, *sizes, **options)
+    _votes[(triton.cdiv(num_tokens, options["BLOCK_N"]), num_kv_heads)](
+        *operands, parts, votes, splits, *sizes, **options
+    )
     return votes.sum(0)
 
 
@@ -125,14 +126,15 @@ def _log_sums(
     tl.store(to, top + tl.log(tl.maximum(total, 1e-30)), mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens"])
 def _votes(
     q,
     q_positions,
     k,
     k_positions,
-    log_sums,
+    parts,
     votes,
+    num_splits,
     num_rows,
     num_tokens,
     scale,
@@ -147,7 +149,8 @@ def _votes(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write to votes `[Hkv, N]` Σ_rows exp(score − log_sums) of a tile of tokens, kept while all rows pass."""
+    """Write to votes `[Hkv, N]` Σ_rows exp(score − log_sum) of a tile of tokens, kept while all rows pass. A row's
+    log_sum is over all of its parts."""
     head, num_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     keys, k_position = _keys(k, k_positions, n, num_tokens, head, k_head, k_token, HEAD_SIZE, BLOCK_D)
@@ -156,6 +159,13 @@ def _votes(
         row = first + tl.arange(0, BLOCK_M)
         x, position = _rows(q, q_positions, row, num_rows, head, num_heads, GROUP, HEAD_SIZE, BLOCK_D)
         scores = masked_scores(x, position, keys, k_position, scale, soft_cap, WINDOW, CAPPED)
-        log_sum = tl.load(log_sums + head * num_rows + row, mask=row < num_rows, other=0.0)
+        top = tl.full([BLOCK_M], -1e30, tl.float32)
+        of_row = tl.zeros([BLOCK_M], tl.float32)
+        for split in range(0, num_splits):
+            part = tl.load(parts + (split * num_heads + head) * num_rows + row, mask=row < num_rows, other=0.0)
+            new_top = tl.maximum(top, part)
+            of_row = of_row * tl.exp(top - new_top) + tl.exp(part - new_top)
+            top = new_top
+        log_sum = top + tl.log(of_row)
         total += tl.sum(tl.exp(scores - log_sum[:, None]), 0)
     tl.store(votes + head * num_tokens + n, total, mask=n < num_tokens)

@@ -45,7 +45,7 @@ def index(
     """Read documents, precompute the KV of their chunks and store it.
 
     Unchanged documents are skipped; documents whose files are missing from a folder are removed. Exits with status 1 if
-    a document was rejected.
+    a document was rejected, or `store.disk_gib` can't hold what was to be pinned.
     """
     from ragkv.store.eviction import parse_hint
 
@@ -58,7 +58,7 @@ def index(
         err.print("interrupted; run it again to continue")
         raise
     output.print_ingest_report(report)
-    if report.rejected:
+    if report.rejected or report.hint_refused:
         raise typer.Exit(1)
 
 

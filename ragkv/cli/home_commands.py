@@ -27,12 +27,12 @@ _STREAM = Path("-")
 
 
 def stats(config: Config, as_json: AsJson = False) -> None:
-    """Show how many chunks and records the store holds, their codecs and their size."""
-    with open_store(config) as kv, _tier(config, kv) as tier:
-        counts, codecs = kv.admin.stats(), kv.admin.codecs()
+    """Show how many chunks and records the store holds, their codecs and their size, and what is pinned."""
+    with open_store(config) as kv, opened_tier(config, kv) as tier:
+        counts, codecs, pinned_bytes = kv.admin.stats(), kv.admin.codecs(), kv.admin.gauges()["pinned_bytes"]
         remote = None if tier is None else tier.status()
-    fields = {**asdict(counts), "codecs": codecs, "remote": remote}
-    show(fields, as_json, lambda _: output.print_stats(counts, codecs, remote))
+    fields = {**asdict(counts), "pinned_bytes": pinned_bytes, "codecs": codecs, "remote": remote}
+    show(fields, as_json, lambda _: output.print_stats(counts, pinned_bytes, codecs, remote))
 
 
 def verify(
@@ -43,7 +43,7 @@ def verify(
     """Read and check every record. Exits with status 1 if something is wrong."""
     with open_store(config) as kv, err.status("checking every record"):
         if remote:
-            with _tier(config, kv) as tier:
+            with opened_tier(config, kv) as tier:
                 if tier is None:
                     raise _no_remote()
                 verification = tier.verify(_own_chunks(config, kv))
@@ -85,7 +85,7 @@ def gc(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete unused KV: that of no document, or of another model, anchor or number of contexts."""
+    """Delete unused KV: of no document, of another model, anchor or number of contexts, or beside what replaced it."""
     from ragkv.home import Home
     from ragkv.index.deletion import collect_garbage
 
@@ -207,7 +207,8 @@ def open_store(config: Config) -> Iterator["DiskStore"]:
 
 
 @contextmanager
-def _tier(config: Config, kv: "DiskStore") -> Iterator["RemoteTier | None"]:
+def opened_tier(config: Config, kv: "DiskStore") -> Iterator["RemoteTier | None"]:
+    """Open the bucket behind a store, if there is one. Raises StoreError if the store has another than is set."""
     from ragkv.store.tier import open_tier
 
     tier = open_tier(kv, config.store)

@@ -5,13 +5,13 @@ A server may run meanwhile. What its worker has in memory is asked for and chang
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragkv.cli import operator_output, output
-from ragkv.cli.home_commands import open_store, show
+from ragkv.cli.home_commands import open_store, opened_tier, show
 from ragkv.cli.options import AsJson
 from ragkv.cli.output import err
 from ragkv.config import Config
@@ -53,7 +53,7 @@ def pin(
     from ragkv.operations import changes
 
     with _chosen(config, documents, tenant, all) as (store, chosen):
-        pinning = changes.pin(store, chosen, config.store.options()["disk_bytes"])
+        pinning = changes.pin(store, chosen, config.store.disk_bytes)
     show(pinning, as_json, lambda done: operator_output.print_pinning("pinned", done))
 
 
@@ -64,7 +64,7 @@ def unpin(
     from ragkv.operations import changes
 
     with _chosen(config, documents, tenant, all) as (store, chosen):
-        pinning = changes.unpin(store, chosen, config.store.options()["disk_bytes"])
+        pinning = changes.unpin(store, chosen, config.store.disk_bytes)
     show(pinning, as_json, lambda done: operator_output.print_pinning("unpinned", done))
 
 
@@ -110,21 +110,24 @@ def recode(
 
     New KV is stored with `store.codec`. Exits with status 1 if some was damaged, or nothing could get smaller.
     """
+    from ragkv.home import Home
     from ragkv.operations import changes
     from ragkv.store.control import codec_named
 
     codec_named(codec)  # reports a bad one before anything is looked for
     with _chosen(config, documents, tenant, all) as (store, chosen):
         keys = changes.keys_to_recode(store, None if all else chosen)
+        pair_of = changes.pairs(Home(config.home), config.store)
         total = sum(store.admin.sizes(keys).values())
         try:
             with output.byte_bar(f"Encoding as {codec}", total) as advance:
-                recoding = changes.recode(store, keys, codec, advance)
+                recoding = changes.recode(store, keys, pair_of, codec, advance)
         except KeyboardInterrupt:
             err.print("interrupted; run it again to continue")
             raise
     show(recoding, as_json, operator_output.print_recoding)
-    if recoding.problems or (recoding.num_no_smaller and not recoding.num_recoded + recoding.num_same):
+    num_done = recoding.num_recoded + recoding.num_joined + recoding.num_same
+    if recoding.problems or (recoding.num_no_smaller and not num_done):
         raise typer.Exit(1)
 
 
@@ -138,12 +141,15 @@ def clear(
         typer.Option(help="KV of a model: the first characters of its fingerprint; `other`: of all but the home's."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be cleared.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Only on this machine: store.remote keeps it, and it is fetched again.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask no question.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete KV. Documents stay indexed, and their KV is made again once a question misses it.
 
-    `ragkv store delete` deletes documents.
+    `ragkv store delete` deletes documents. What is in `store.remote` is deleted there too.
     """
     from ragkv.home import Home
     from ragkv.operations import changes
@@ -151,14 +157,18 @@ def clear(
     if model is not None:
         if documents or tenant is not None or all:
             raise ConfigError("--model clears a model's KV of all documents; leave out documents, --tenant and --all")
-        with open_store(config) as store:
-            clearing = changes.clear_model(Home(config.home), store, model, dry_run=dry_run)
+        with open_store(config) as store, nullcontext() if local else opened_tier(config, store) as tier:
+            clearing = changes.clear_model(Home(config.home), store, tier, model, dry_run=dry_run)
     else:
-        with _chosen(config, documents, tenant, all) as (store, chosen):
+        with (
+            _chosen(config, documents, tenant, all) as (store, chosen),
+            nullcontext() if local else opened_tier(config, store) as tier,
+        ):
             if all and not dry_run and not yes:
                 size = operator_output.size(store.admin.gauges()["disk_bytes"])
-                _ask(f"Clear all KV of {config.home}, {size}? [y/N]")
-            clearing = (changes.clear_all if all else changes.clear)(store, chosen, dry_run=dry_run)
+                remote = "" if tier is None else f", and of these documents in {tier.remote.url}"
+                _ask(f"Clear all KV of {config.home}, {size}{remote}? [y/N]")
+            clearing = (changes.clear_all if all else changes.clear)(store, tier, chosen, dry_run=dry_run)
     show(clearing, as_json, operator_output.print_clearing)
 
 
@@ -170,7 +180,7 @@ def health(config: Config, as_json: AsJson = False) -> None:
     from ragkv.home import Home
     from ragkv.operations.health import examine, unusable
 
-    home, disk_bytes = Home(config.home), config.store.options()["disk_bytes"]
+    home, disk_bytes = Home(config.home), config.store.disk_bytes
     try:
         with open_store(config) as store:
             found = examine(home, store, disk_bytes)

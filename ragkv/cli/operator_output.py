@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ragkv.cli.output import MIB, out
+from ragkv.cli.output import MIB, out, print_unreached
 
 if TYPE_CHECKING:
     from ragkv.operations.changes import Clearing, Demotion, Pinning, Recoding, Warming
@@ -82,7 +82,8 @@ def print_recoding(done: "Recoding") -> None:
     for problem in done.problems:
         out.print(problem, style="red", markup=False, soft_wrap=True)
     same = f", {done.num_same:,} had it already" if done.num_same else ""
-    out.print(f"{count(done.num_recoded, 'entries')} encoded as {done.codec}{same}")
+    joined = f", the two entries of {count(done.num_joined, 'chunks')} joined" if done.num_joined else ""
+    out.print(f"{count(done.num_recoded, 'entries')} encoded as {done.codec}{joined}{same}")
     out.print(f"{size(done.bytes_before)} before, {size(done.bytes_after)} after")
     if done.num_no_smaller:
         stay = f"{count(done.num_no_smaller, 'entries')} stay: they would get no smaller, and lose once more"
@@ -93,6 +94,10 @@ def print_clearing(done: "Clearing") -> None:
     shared = f"; {done.num_shared:,} kept, other documents share them" if done.num_shared else ""
     verb = "would be cleared" if done.dry_run else "cleared"
     out.print(f"KV of {count(done.num_chunks, 'chunks')} {verb}, {size(done.size_bytes)}{shared}")
+    if done.remote is not None:
+        out.print(f"what {done.remote} has of it {verb} too", markup=False, soft_wrap=True)
+    if done.num_unreached:
+        print_unreached(done.num_unreached)
 
 
 def print_health(found: "Health") -> None:

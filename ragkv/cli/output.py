@@ -108,12 +108,14 @@ def print_ingest_report(report: "IngestReport") -> None:
             f"{num_entries} not sent to store.remote yet; the next run sends the rest", style="yellow", soft_wrap=True
         )
     if report.chunks_unreached:
-        _print_unreached(report.chunks_unreached)
+        print_unreached(report.chunks_unreached)
+    if report.hint_refused:
+        err.print(f"the hint isn't kept: {report.hint_refused}", style="yellow", markup=False, soft_wrap=True)
     for error in report.rejected:
         out.print(f"rejected: {error}", style="yellow", markup=False, soft_wrap=True)
 
 
-def _print_unreached(num_chunks: int) -> None:
+def print_unreached(num_chunks: int) -> None:
     err.print(
         f"KV of {_chunks(num_chunks)} that was deleted may still be in store.remote, which can't be reached. It isn't "
         "used; `ragkv serve`, `index` and `ask` try again, and `ragkv store stats` shows what is left",
@@ -214,12 +216,15 @@ def print_profile(profile: "Profile") -> None:
     out.print(f"KV from disk instead of memory: {profile.cold_ms:,.1f} ms more per thousand tokens")
 
 
-def print_stats(stats: "StoreStats", codecs: Mapping[str, int], remote: "RemoteStatus | None") -> None:
+def print_stats(
+    stats: "StoreStats", pinned_bytes: int, codecs: Mapping[str, int], remote: "RemoteStatus | None"
+) -> None:
     out.print(f"chunks       {stats.num_chunks:,}")
     out.print(f"records      {stats.num_records:,} (one for each chunk and layer)")
     out.print(f"codecs       {', '.join(f'{name} {count:,}' for name, count in codecs.items()) or 'none'}")
     out.print(f"KV           {stats.size_bytes / MIB:,.1f} MiB")
     out.print(f"disk         {stats.file_bytes / MIB:,.1f} MiB")
+    out.print(f"pinned       {pinned_bytes / MIB:,.1f} MiB")
     if remote is not None:
         pending = f"; {_chunks(remote.pending_deletions)} to be deleted there" if remote.pending_deletions else ""
         state = "answers" if remote.problem is None else f"doesn't answer: {remote.problem}"
@@ -232,7 +237,7 @@ def print_deletion(deletion: "Deletion") -> None:
     shared = f"; {deletion.num_shared:,} kept, other documents share them" if deletion.num_shared else ""
     out.print(f"KV of {_chunks(deletion.num_chunks)} deleted, {deletion.size_bytes / MIB:,.1f} MiB{shared}")
     if deletion.num_unreached:
-        _print_unreached(deletion.num_unreached)
+        print_unreached(deletion.num_unreached)
 
 
 def print_garbage(garbage: Sequence["Garbage"], dry_run: bool) -> None:

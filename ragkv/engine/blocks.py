@@ -14,7 +14,7 @@ import torch
 from ragkv.engine.forward import Attend, Forward
 from ragkv.engine.positions import runs_of
 from ragkv.kernels.dispatch import Kernels
-from ragkv.kernels.operands import AttentionSpec, PagedKV
+from ragkv.kernels.operands import AttentionSpec, PagedKV, places
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -77,12 +77,16 @@ class PagedBlocks:
     ) -> None:
         self._forward, self._views, self.slots = forward, views, slots
         self._block_table = block_ids.to(forward.device)
+        self._put_at = slots[:0], slots[:0]
+        self._places = places(self._block_table, forward.block_size, len(slots))
 
     def kv(self, layer: int) -> PagedKV:
-        return PagedKV(*self._views[layer], self._block_table)
+        return PagedKV(*self._views[layer], self._block_table, self._places)
 
     def put(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._forward.write(layer, k, v, self.slots[positions])
+        if positions is not self._put_at[0]:  # a pass has the same in all layers
+            self._put_at = positions, self.slots[positions]
+        self._forward.write(layer, k, v, self._put_at[1])
 
     def flush(self, layer: int, first: int, end: int) -> None:
         """Do nothing: they are vLLM's blocks."""
@@ -113,13 +117,17 @@ def find_views(forward: Forward) -> list[tuple[torch.Tensor, torch.Tensor]] | No
 def _candidates(cache: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the ways to see a backend's tensor as K and V.
 
-    On CPU it is `[blocks, Hkv, block_size, 2 D]`: of each head K by columns, then V by rows (with AMX, numbers
-    are in pairs: another layout). Else it has five dimensions: two of something, one of a block's tokens.
+    With four dimensions it is `[blocks, Hkv, block_size, 2 D]`. On CUDA each token's K lies before its V there, by any
+    strides. On CPU a head has K by columns, then V by rows (with AMX, numbers are in pairs: another layout). Older
+    backends have five dimensions: two of something, one of a block's tokens.
     """
     if cache.dim() == 4 and cache.shape[2] == block_size:
+        left, right = cache.transpose(1, 2).chunk(2, dim=3)
+        if not cache.is_contiguous():
+            return [(left, right)]
         k, v = cache.flatten(2).chunk(2, dim=2)
         columns, rows = torch.unflatten(k, 2, (-1, block_size)), torch.unflatten(v, 2, (block_size, -1))
-        return [(columns.permute(0, 3, 1, 2), rows.transpose(1, 2))]
+        return [(left, right), (columns.permute(0, 3, 1, 2), rows.transpose(1, 2))]
     if cache.dim() != 5:
         return []
     pairs = [cache.unbind(dim) for dim in (0, 1) if cache.shape[dim] == 2]

@@ -282,6 +282,7 @@ def _arguments(
     # A fork would carry open databases with it, and hang where OpenMP was used (vLLM itself spawns on CPU only).
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
 
     transfer = KVTransferConfig(
         kv_connector="RagKVConnector",
@@ -295,12 +296,15 @@ def _arguments(
             "kernels": config.kernels,
         },
     )
+    graphs: dict[str, Any] = {"enforce_eager": not config.compile}
+    if not config.compile and current_platform.is_cuda_alike():  # decoding a token is launched as one graph
+        graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     return {
         "model": str(model),
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": not config.compile,
+        **graphs,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -1,8 +1,8 @@
 """Fills a request's blocks of vLLM's paged cache: runs the model over some tokens while it loads stored KV for others.
 
 One such forward is a pass. In it a layer's stored KV is read, checked and fused (rotated to its new position and
-written to its slots) just before that layer attends, and dropped after it: the device holds no more than one layer
-besides the one that is being copied. Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
+written to its slots) just before that layer attends, and dropped after it (on CUDA, where it was in memory, after the
+request: `ragkv.engine.device_copy`). Runs in the worker, between vLLM's own forwards: `fusion` plans a request's passes
 by its policy, `precompute` loads single layers. Knows nothing about policies.
 """
 
@@ -102,12 +102,13 @@ class BlockFiller:
         """Return whether a pass that attends there keeps its KV only if it is flushed."""
         return self.is_separate and attend_in is self.blocks
 
-    def load(self, snapshot: Snapshot, layer: int, span: Span) -> None:
-        """Write one layer of a span into vLLM's blocks, of a job without a cached prefix."""
+    def load(self, snapshot: Snapshot, layer: int, spans: Sequence[Span], *, flush: bool) -> None:
+        """Write one layer of spans into the blocks of a job without a cached prefix; into vLLM's, if flushed."""
         with self.loader.device_copy.in_use():
-            loaded = self.loader.read(snapshot, layer, span)
-            self.loader.fuse(layer, [loaded], self.blocks, self.slots)
-        self.blocks.flush(layer, span.start, span.end)
+            loaded = [self.loader.read(snapshot, layer, span) for span in spans]
+            self.loader.fuse(layer, loaded, self.blocks, self.slots)
+        for span in spans if flush else ():
+            self.blocks.flush(layer, span.start, span.end)
 
 
 class _Pass:
@@ -126,6 +127,7 @@ class _Pass:
 
     def run(self) -> None:
         plan = self._plan
+        self._loader.stage(self._snapshot, plan.spans_at(self._num_layers - 1))
         if len(plan.positions):
             attend = None
             if plan.attend_in is not None:

@@ -81,6 +81,8 @@ class Fusion:
                 report.chunks.unusable.append(error.span.chunk_hash)
                 logger.warning("%s; computed anew", error)
                 self._loader.discard_if_corrupt(error)
+            finally:
+                self._loader.device_copy.release()
         report.tokens.loaded = [(span.start, span.end, span in in_memory) for span in present]
         report.memory.entered, report.memory.left = self._loader.store.memory_changes()
         num_unusable = report.chunks.missing + report.chunks.corrupt

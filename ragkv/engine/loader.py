@@ -4,18 +4,19 @@ On CUDA the copies have a stream of their own, so that something else is compute
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ragkv.engine.blocks import Blocks, ContiguousKV, PagedBlocks, can_attend, find_views
+from ragkv.engine.device_copy import DeviceCopy
 from ragkv.engine.forward import Forward
 from ragkv.engine.task import Job, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
-from ragkv.kernels.kv_fuse import KVShift, Staged
+from ragkv.kernels.kv_fuse import Addend, KVShift, Staged
 from ragkv.kernels.operands import Rotation
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
@@ -45,45 +46,6 @@ class LoadedSpan:
     def distance(self) -> int:
         """By how many positions its keys have to be rotated."""
         return self.span.start - self.kv.base_position
-
-
-class DeviceCopy:
-    """Asynchronous copies from the store's memory, which the host only waits for in `finish`.
-
-    Copies from memory that isn't pinned are done at once. What was copied is used inside `in_use`, and given up at its
-    end: the next copy may take its memory, and waits, on the device, for the kernels launched there. So the copies of
-    one layer run during the attention of the one before, and no more than two layers are held.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._used: torch.cuda.Event | None = None
-
-    def __call__(self, kv: LayerKV) -> LayerKV:
-        """Return the same on the device, for kernels of the current stream."""
-        if self._stream is None:
-            return kv.map(lambda tensor: tensor.to(self._device))
-        if self._used is not None:
-            self._stream.wait_event(self._used)
-        with torch.cuda.stream(self._stream):
-            copied = kv.map(lambda tensor: tensor.to(self._device, non_blocking=True))
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return copied
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Launch inside this the kernels that use what was copied."""
-        try:
-            yield
-        finally:
-            if self._stream is not None:
-                self._used = torch.cuda.current_stream(self._device).record_event()
-
-    def finish(self) -> None:
-        """Wait until the store's memory isn't read any more, so that it can be given to another record."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class KVLoader:
@@ -149,17 +111,26 @@ class KVLoader:
         own, *means = self._keys(span)
         kv = self._get(snapshot, layer, span, own)
         if kv is not None:
-            return LoadedSpan(span, self.device_copy(kv.mean()))
+            return LoadedSpan(span, self.device_copy(own, kv.mean()))
         for key in means:
             kv = self._get(snapshot, layer, span, key)
             if kv is not None:
-                return LoadedSpan(span, self.device_copy(kv.alone()))
+                return LoadedSpan(span, self.device_copy(key, kv.alone()))
         raise BadSpanError(span, f"layer {layer} is missing")
+
+    def stage(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
+        """Start to copy to the device what the store has in memory of these spans. `device_copy.release` ends it."""
+        if self.forward.device.type == "cpu":
+            return
+        keys = [key for span in spans for key in self._keys(span)]
+        self.device_copy.stage({key: snapshot.whole(key) for key in keys})
 
     def prefetch(self, snapshot: Snapshot, layer: int, span: Span) -> None:
         """Start to read one layer of a span from disk."""
-        for key in self._keys(span):
-            snapshot.prefetch(key, layer)
+        keys = self._keys(span)
+        if not any(map(self.device_copy.is_staged, keys)):
+            for key in keys:
+                snapshot.prefetch(key, layer)
 
     def _get(self, snapshot: Snapshot, layer: int, span: Span, key: ChunkKey) -> LayerKV | None:
         try:
@@ -170,8 +141,8 @@ class KVLoader:
             return None
         attention = self.forward.layers[layer]
         expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
-        if tuple(kv.k.shape) != expected:
-            reason = f"layer {layer} has shape {tuple(kv.k.shape)}, expected {expected}"
+        if kv.shape != expected:
+            reason = f"layer {layer} has shape {kv.shape}, expected {expected}"
             raise BadSpanError(span, reason, key)
         return kv
 
@@ -190,10 +161,13 @@ class KVLoader:
         staged = []
         for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
             kv, own = item.kv, slots[item.span.start : item.span.end]
-            addend = kv.difference.addend(kv.k.shape[1]) if kv.difference else None
-            staged.append(Staged(kv.k, kv.v, own, item.distance, kv.k_scale, kv.v_scale, shift, addend))
+            addend = None
+            if (change := kv.difference) is not None:
+                addend = Addend(change.rows(len(own)), change.scale, change.numbers)
+            grids = (kv.k_scale, kv.v_scale, kv.k_low, kv.v_low)
+            staged.append(Staged(kv.k, kv.v, own, item.distance, *grids, shift, addend))
         rotation, paged = self.rotations[layer], blocks.kv(layer)
-        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one only where the codec was changed
+        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one where means have a codec of their own
             self.kernels.kv_fuse([chunk for chunk in staged if chunk.k.dtype == dtype], rotation, paged)
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:

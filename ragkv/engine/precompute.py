@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from ragkv.engine.blocks import pays, selective
 from ragkv.engine.filler import BlockFiller, piece
+from ragkv.engine.forward import Attend
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.task import Job, MeanTask, PrecomputeTask, Report, Span
 from ragkv.store.difference import Difference, differences
@@ -104,17 +106,37 @@ class Precompute:
         positions = [torch.arange(start, len(job.token_ids)) for start, job in zip(starts, jobs, strict=True)]
         sizes = list(map(len, positions))
         precomputed: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in jobs]
+        attend = self._attention(fillers, positions)
         with self._loader.snapshot() as snapshot:
 
             def before_layer(layer: int, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-                parts = zip(averages, fillers, precomputed, torch.split(k, sizes), torch.split(v, sizes), strict=True)
-                for average, filler, layers, k_part, v_part in parts:
-                    for span in (average.task.anchor, *average.contexts[0]):
-                        filler.load(snapshot, layer, span)
-                    layers.append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
+                parts = zip(torch.split(k, sizes), torch.split(v, sizes), strict=True)
+                for i, (k_part, v_part) in enumerate(parts):
+                    spans = (averages[i].task.anchor, *averages[i].contexts[0])
+                    fillers[i].load(snapshot, layer, spans, flush=attend is None)
+                    if attend is not None:
+                        fillers[i].blocks.put(layer, positions[i], k_part, v_part)
+                    precomputed[i].append((k_part.transpose(0, 1).clone(), v_part.transpose(0, 1).clone()))
 
-            self._forward.run(list(map(piece, jobs, positions)), before_layer)
+            self._forward.run(list(map(piece, jobs, positions)), before_layer, attend)
         return precomputed
+
+    def _attention(self, fillers: Sequence[BlockFiller], positions: Sequence[torch.Tensor]) -> Attend | None:
+        """Return the attention of all these positions by our kernel, each filler's over its own blocks.
+
+        None where vLLM's own is used: our kernel is the faster one on CPU, over contexts that lie in order.
+        """
+        forward, kernels = self._loader.forward, self._loader.kernels
+        parts = list(zip(fillers, positions, strict=True))
+        if not self._loader.can_attend or not all(f.is_separate and pays(kernels, where) for f, where in parts):
+            return None
+        attends = [selective(forward, kernels, f.blocks, where.to(forward.device)) for f, where in parts]
+        sizes = list(map(len, positions))
+
+        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            return torch.cat([each(layer, part) for each, part in zip(attends, torch.split(q, sizes), strict=True)])
+
+        return attend
 
 
 class Average:
@@ -130,6 +152,7 @@ class Average:
         self.contexts = deque(self.task.contexts)
         self.count = self.num_computed = 0
         self._rotations, self._dtype = loader.rotations, loader.forward.dtype
+        self._share = loader.store.codec.share
         self._sums: list[list[torch.Tensor]] = []  # of k, v [Hkv, T, D] and ‖v‖² [T], float32
         self._differences: list[Difference | None] = []
 
@@ -163,7 +186,7 @@ class Average:
         """Give the mean, once all contexts are counted, the difference of K and V `[Hkv, T, D]` after the anchor alone,
         layer by layer."""
         means = [(k / self.count, v / self.count) for k, v, _ in self._sums]
-        self._differences = differences(alone, means)
+        self._differences = differences(alone, means, self._share)
 
     @property
     def is_joined(self) -> bool:

@@ -30,6 +30,7 @@ class Votes:
         self._attention = torch.zeros(num_tokens, device=device)
         self._votes = torch.zeros(num_tokens, device=device)
         self._cached = torch.zeros(num_tokens, dtype=torch.bool)
+        self._rows: torch.Tensor | None = None  # the positions of the loaded tokens
 
     def observe(self, view: LayerView) -> bool:
         if view.layer in self._layers:
@@ -46,20 +47,24 @@ class Votes:
         q = view.q[self._voters]
         scores = self._loader.kernels.query_scores(q, self._positions, view.keys, view.key_positions, spec)
         self._attention += scores
-        for item, weight in zip(view.loaded, _v_stds(view.loaded), strict=True):
-            part = slice(item.span.start, item.span.end)
-            self._votes[part] += scores[part] * weight if self._weigh else scores[part]
-            self._cached[part] = True
+        if not view.loaded:
+            return
+        if self._rows is None:  # the same in all layers
+            rows = torch.cat([torch.arange(item.span.start, item.span.end) for item in view.loaded])
+            self._cached[rows] = True
+            self._rows = rows.to(scores.device)
+        votes = scores[self._rows]
+        self._votes.index_add_(0, self._rows, votes * _v_std(view.loaded) if self._weigh else votes)
 
 
-def _v_stds(loaded: list[LoadedSpan]) -> list[torch.Tensor]:
-    """Return each span's `v_std`, `[T]` or one number for all its tokens.
+def _v_std(loaded: list[LoadedSpan]) -> torch.Tensor:
+    """Return the `v_std` of all spans' tokens.
 
     What was precomputed in one context has none, and gets the mean of the others'.
     """
     known = [item.kv.v_std for item in loaded if item.kv.v_std is not None]
-    mean = torch.cat(known).mean() if known else torch.ones(())
-    return [mean.to(item.kv.k.device) if item.kv.v_std is None else item.kv.v_std for item in loaded]
+    mean = (torch.cat(known).mean() if known else torch.ones(())).to(loaded[0].kv.k.device)
+    return torch.cat([mean.expand(item.kv.shape[1]) if item.kv.v_std is None else item.kv.v_std for item in loaded])
 
 
 class Deviations:

@@ -14,7 +14,7 @@ from ragkv.engine.subset import SubsetForward
 from ragkv.kernels.operands import Rotation
 
 _NUM_TEST_TOKENS = 16
-_DTYPE_TO_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # a wrong rotation is off by ~1
+_DTYPE_TO_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.05, torch.bfloat16: 0.1}  # a wrong rotation is off by ~1
 
 
 class UnsupportedModelError(Exception):

@@ -6,7 +6,7 @@ As in an ingest, documents leave the catalogue first and their KV after: where a
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragkv.config import MAIN, StoreConfig
 from ragkv.engine.task import ROOT_HASH
@@ -22,6 +22,7 @@ from ragkv.store.tier import RemoteTier, open_tier
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
 OTHER_CONTEXT = "precomputed after another anchor, or averaged over another number of contexts"
+REPLACED = "beside what took its place: as store.codec has it, with one entry for a chunk or with two"
 _NO_BUCKET = StoreConfig()  # a home that has one refuses it
 
 
@@ -103,8 +104,9 @@ def collect_garbage(
             f"{home.kv}"
         )
     with home.indexing(), home.open_catalog() as catalog, _opened(home, settings) as (store, tier):
-        garbage = _garbage(home, catalog, store.admin.sizes())
-        shared = _garbage(home, catalog, dict(tier.remote.sizes())) if tier is not None and remote else {}
+        joins = settings.joins
+        garbage = _garbage(home, catalog, store.admin.sizes(), joins=joins)
+        shared = _garbage(home, catalog, dict(tier.remote.sizes()), joins=joins) if tier is not None and remote else {}
         if not dry_run:
             store.delete({key.chunk_hash for key in garbage[NO_DOCUMENT]})
             store.delete_keys(key for keys in garbage.values() for key in keys)
@@ -128,14 +130,19 @@ def _opened(home: Home, settings: StoreConfig) -> Iterator[tuple[DiskStore, Remo
             yield store, tier
 
 
-def _garbage(home: Home, catalog: Catalog, sizes: Mapping[ChunkKey, int]) -> dict[str, dict[ChunkKey, int]]:
-    """Return those of these entries that nothing in the home uses, by reason, with their sizes."""
+def _garbage(
+    home: Home, catalog: Catalog, sizes: Mapping[ChunkKey, int], *, joins: bool
+) -> dict[str, dict[ChunkKey, int]]:
+    """Return those of these entries that nothing in the home uses, by reason, with their sizes.
+
+    joins: whether one entry is to hold a chunk's mean and its KV after the anchor alone.
+    """
     fingerprint, anchor = home.fingerprint(), catalog.get_setting(ANCHOR_SETTING)
     num_contexts = int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
-    means = {mean_hash(anchor, CONTEXTS, num_contexts, joins=joins) for joins in (False, True)} if anchor else set()
-    contexts = {anchor, *means} if anchor else None
+    forms = _forms(anchor, num_contexts) if anchor else ()
+    contexts, wanted = set[str]().union(*forms), forms[joins and num_contexts > 1] if forms else set()
     hashes = home.chunk_hashes()
-    garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}}
+    garbage: dict[str, dict[ChunkKey, int]] = {NO_DOCUMENT: {}, OTHER_MODEL: {}, OTHER_CONTEXT: {}, REPLACED: {}}
     for key, size in sizes.items():
         is_anchor = key.anchor_hash == ROOT_HASH
         if not is_anchor and key.chunk_hash not in hashes:
@@ -144,7 +151,20 @@ def _garbage(home: Home, catalog: Catalog, sizes: Mapping[ChunkKey, int]) -> dic
             reason = OTHER_MODEL
         elif contexts and (key.chunk_hash != anchor if is_anchor else key.anchor_hash not in contexts):
             reason = OTHER_CONTEXT
+        elif wanted and not is_anchor and key.anchor_hash not in wanted and _all_stored(key, wanted, sizes):
+            reason = REPLACED
         else:
             continue
         garbage[reason][key] = size
     return garbage
+
+
+def _forms(anchor: str, num_contexts: int) -> tuple[set[str], set[str]]:
+    """Return what stands in the anchor's place in the keys of a chunk's entries, where it has two, and where it has
+    one."""
+    alone, joined = {anchor}, mean_hash(anchor, CONTEXTS, num_contexts, joins=True)
+    return alone | ({mean_hash(anchor, CONTEXTS, num_contexts)} if num_contexts > 1 else set()), {joined}
+
+
+def _all_stored(key: ChunkKey, anchor_hashes: Collection[str], sizes: Mapping[ChunkKey, int]) -> bool:
+    return all(replace(key, anchor_hash=anchor_hash) in sizes for anchor_hash in anchor_hashes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from ragkv.engine.task import ROOT_HASH
-from ragkv.errors import DocumentError
+from ragkv.errors import ConfigError, DocumentError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING
 from ragkv.index.deletion import Deletion, delete_for_good
 from ragkv.index.ingest import Ingest, Postpone, draw_contexts
@@ -101,8 +101,8 @@ class Indexer:
                 yield
 
     async def finish(self, scan: Scan, hint: Hint | None) -> None:
-        """Remove the missing documents with their KV, and apply the hint."""
-        store = self._workspace.store
+        """Remove the missing documents with their KV, and apply the hint, or report why not."""
+        store, disk_bytes = self._workspace.store, self._workspace.config.store.disk_bytes
 
         def finish() -> None:
             unused = self._catalog.chunk_hashes_of(scan.missing)
@@ -111,7 +111,10 @@ class Indexer:
             scan.report.documents_removed += len(scan.missing)
             scan.report.chunks_deleted += self._forget(unused)
             if hint is not None:
-                store.hint(self._catalog.chunk_hashes_of(scan.documents), hint)
+                try:
+                    store.control.hint(self._catalog.chunk_hashes_of(scan.documents), hint, disk_bytes)
+                except ConfigError as error:
+                    scan.report.hint_refused = str(error)
 
         async with self._workspace.turns.lock:
             await asyncio.to_thread(finish)

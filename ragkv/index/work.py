@@ -32,6 +32,7 @@ ReportProgress = Callable[[IngestProgress], None]
 @dataclass
 class IngestReport:
     """The result of an ingest. rejected: why documents are not indexed; what was indexed of them before is kept.
+    hint_refused: why the KV isn't treated as was asked, although the documents are indexed; None if it is.
 
     Of the bucket behind the store, if there is one: entries that came from it, entries that aren't in it yet, and
     chunks whose deletion it hasn't heard of.
@@ -46,6 +47,7 @@ class IngestReport:
     entries_fetched: int = 0
     entries_unsent: int = 0
     chunks_unreached: int = 0
+    hint_refused: str | None = None
     rejected: list[str] = field(default_factory=list)
 
 

@@ -4,16 +4,21 @@ Any other process may use the home meanwhile; what a server's worker has in memo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ragkv.errors import ConfigError
-from ragkv.home import Home
+from ragkv.config import StoreConfig
+from ragkv.errors import ConfigError, RemoteError
+from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home
 from ragkv.operations.selection import Chosen
-from ragkv.store.control import Recoded, codec_named
+from ragkv.retriever.hashing import CONTEXTS, mean_hash
+from ragkv.store.codecs import Codec
+from ragkv.store.control import Pair, Recoded, codec_named
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
+from ragkv.store.tier import RemoteTier
 
 Progress = Callable[[int], None]  # called with the bytes of each entry that is done
+PairOf = Callable[[ChunkKey], Pair | None]
 OTHER_MODELS = "other"
 _MIN_PREFIX = 4
 
@@ -61,11 +66,13 @@ class Demotion:
 
 @dataclass
 class Recoding:
-    """What was encoded anew. num_same: entries that had the codec. num_no_smaller: those that stay, since they would
-    not get smaller. num_left: not looked at yet, for the time was up. problems: a line for each damaged entry."""
+    """What was encoded anew. num_joined: chunks whose two entries are one now. num_same: entries that had the codec.
+    num_no_smaller: those that stay, since they would not get smaller. num_left: not looked at yet, for the time was up.
+    problems: a line for each damaged entry."""
 
     codec: str
     num_recoded: int = 0
+    num_joined: int = 0
     num_same: int = 0
     num_no_smaller: int = 0
     num_left: int = 0
@@ -75,6 +82,7 @@ class Recoding:
 
     def add(self, key: ChunkKey, entry: Recoded) -> None:
         self.num_recoded += entry.outcome == "recoded"
+        self.num_joined += entry.outcome == "joined"
         self.num_same += entry.outcome == "same"
         self.num_no_smaller += entry.outcome == "no smaller"
         if entry.outcome == "damaged":
@@ -85,18 +93,22 @@ class Recoding:
 
 @dataclass(frozen=True)
 class Clearing:
-    """What was cleared, or would be. num_shared: chunks that stay, because other documents have them."""
+    """What was cleared, or would be. num_chunks, size_bytes: on the disk. num_shared: chunks that stay, because other
+    documents have them. remote: the bucket in which it is cleared too. num_unreached: chunks whose KV may still be
+    there, since it couldn't be reached: it isn't used, and its deletion is tried again."""
 
     num_documents: int
     num_chunks: int
     num_shared: int
     size_bytes: int
     dry_run: bool
+    remote: str | None = None
+    num_unreached: int = 0
 
 
 def pin(store: DiskStore, chosen: Chosen, disk_bytes: int | None) -> Pinning:
     """Pin documents' KV. Raises ConfigError, having pinned nothing, if the budget can't hold all that is pinned."""
-    pinned_bytes = store.control.pin(chosen.chunk_hashes, disk_bytes)
+    pinned_bytes = store.control.hint(chosen.chunk_hashes, "pin", disk_bytes)
     num_pinned = len(store.control.hints(chosen.chunk_hashes))
     num_without_kv = len(chosen.chunk_hashes) - num_pinned
     return Pinning(chosen.num_documents, num_pinned, num_without_kv, [], pinned_bytes, disk_bytes)
@@ -140,44 +152,76 @@ def keys_to_recode(store: DiskStore, chosen: Chosen | None) -> list[ChunkKey]:
     return store.keys() if chosen is None else store.control.keys_of(chosen.chunk_hashes)
 
 
-def recode(store: DiskStore, keys: Sequence[ChunkKey], codec: str, progress: Progress = _silent) -> Recoding:
-    """Encode entries anew, one by one; interrupted, call it again.
+def pairs(home: Home, settings: StoreConfig) -> PairOf:
+    """Return what gives the pair that an entry is of, if `store.codec` wants one entry in its place; else None."""
+    with home.open_catalog() as catalog:
+        anchor, num_contexts = catalog.get_setting(ANCHOR_SETTING), int(catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
+    if not (settings.joins and anchor and num_contexts > 1):
+        return lambda key: None
+    two = [anchor, mean_hash(anchor, CONTEXTS, num_contexts)]
+    hashes = [*two, mean_hash(anchor, CONTEXTS, num_contexts, joins=True)]
+    return lambda key: Pair(*(replace(key, anchor_hash=each) for each in hashes)) if key.anchor_hash in two else None
+
+
+def recode_one(store: DiskStore, key: ChunkKey, pair: Pair | None, codec: Codec) -> Recoded:
+    """Encode an entry anew; with the other one of its pair as one entry, if both are stored."""
+    if pair is not None and store.contains(pair.alone) and store.contains(pair.mean):
+        return store.control.join(pair, codec)
+    return store.control.recode(key, codec)
+
+
+def recode(
+    store: DiskStore, keys: Sequence[ChunkKey], pair_of: PairOf, codec: str, progress: Progress = _silent
+) -> Recoding:
+    """Encode entries anew, one by one; interrupted, call it again. pair_of: of `pairs`.
 
     Raises ConfigError for a codec that they can't be encoded with.
     """
     done, target = Recoding(codec), codec_named(codec)
     for key in keys:
-        entry = store.control.recode(key, target)
+        entry = recode_one(store, key, pair_of(key), target)
         done.add(key, entry)
         progress(entry.bytes_before)
     return done
 
 
-def clear(store: DiskStore, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
+def clear(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
     """Delete documents' KV, but for chunks that other documents have. They stay indexed, and their KV is made again
-    once a question finds it missing; it then has the uses and the hint that it had."""
-    return _clear(store, chosen.chunk_hashes - chosen.shared, chosen, dry_run=dry_run)
+    once a question finds it missing; it then has the uses and the hint that it had.
+
+    tier: the bucket behind the store, where all that is of these chunks is deleted too, also what isn't on the disk;
+    None leaves it.
+    """
+    return _clear(store, tier, chosen.chunk_hashes - chosen.shared, chosen, dry_run=dry_run)
 
 
-def _clear(store: DiskStore, hashes: set[str], chosen: Chosen, *, dry_run: bool) -> Clearing:
+def clear_all(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
+    """Delete all KV of the store, whoever's it is. chosen: all documents. tier: as of `clear`."""
+    hashes = chosen.chunk_hashes.union(store.chunk_hashes(evicted=True))
+    return _clear(store, tier, hashes, chosen, dry_run=dry_run)
+
+
+def _clear(store: DiskStore, tier: RemoteTier | None, hashes: set[str], chosen: Chosen, *, dry_run: bool) -> Clearing:
+    if tier is not None and not dry_run:
+        tier.note_deletions(hashes)  # first, so that nothing of it is fetched any more
     keys = store.control.keys_of(hashes)
     size_bytes = sum(store.admin.sizes(keys).values()) if dry_run else store.control.clear(keys)
-    num_chunks = len({key.chunk_hash for key in keys})
-    return Clearing(chosen.num_documents, num_chunks, len(chosen.shared), size_bytes, dry_run)
+    num_unreached = 0 if tier is None or dry_run else len(tier.delete_pending(hashes))
+    num_chunks, remote = len({key.chunk_hash for key in keys}), None if tier is None else tier.remote.url
+    return Clearing(chosen.num_documents, num_chunks, len(chosen.shared), size_bytes, dry_run, remote, num_unreached)
 
 
-def clear_all(store: DiskStore, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
-    """Delete all KV of the store, whoever's it is. chosen: all documents."""
-    return _clear(store, set(store.chunk_hashes()), chosen, dry_run=dry_run)
-
-
-def clear_model(home: Home, store: DiskStore, model: str, *, dry_run: bool = False) -> Clearing:
+def clear_model(
+    home: Home, store: DiskStore, tier: RemoteTier | None, model: str, *, dry_run: bool = False
+) -> Clearing:
     """Delete the KV of a model, by the first characters of its fingerprint, or of all models that aren't the home's.
 
-    Raises ConfigError for a name that means none, or more than one, or the home's own.
+    tier: the bucket behind the store, where the model's KV of this home's chunks is deleted too; None leaves it. Raises
+    ConfigError for a name that means none, or more than one, or the home's own, and RemoteError for an outage.
     """
     own, keys = home.fingerprint(), store.keys()
-    stored = sorted({key.fingerprint for key in keys})
+    shared = [] if tier is None else _in_bucket(tier, home.chunk_hashes().union(store.chunk_hashes(evicted=True)))
+    stored = sorted({key.fingerprint for key in (*keys, *shared)})
     meant = [each for each in stored if each.startswith(model) and len(model) >= _MIN_PREFIX]
     if model == OTHER_MODELS:
         if own is None:
@@ -195,4 +239,21 @@ def clear_model(home: Home, store: DiskStore, model: str, *, dry_run: bool = Fal
     size_bytes = sum(store.admin.sizes(cleared).values())
     if not dry_run:
         store.delete_keys(cleared)
-    return Clearing(0, len({key.chunk_hash for key in cleared}), 0, size_bytes, dry_run)
+        if tier is not None:
+            _delete_in_bucket(tier, [key for key in shared if key.fingerprint in meant])
+    remote = None if tier is None else tier.remote.url
+    return Clearing(0, len({key.chunk_hash for key in cleared}), 0, size_bytes, dry_run, remote)
+
+
+def _in_bucket(tier: RemoteTier, chunk_hashes: set[str]) -> list[ChunkKey]:
+    try:
+        return tier.keys_of(chunk_hashes)
+    except RemoteError as error:
+        raise RemoteError(f"{error}. Nothing was cleared; try again, or clear the disk alone (--local)") from error
+
+
+def _delete_in_bucket(tier: RemoteTier, keys: Sequence[ChunkKey]) -> None:
+    try:
+        tier.delete_keys(keys)
+    except RemoteError as error:
+        raise RemoteError(f"{error}. The disk is cleared, but not all of the bucket; clear the model again") from error

@@ -57,7 +57,8 @@ def examine(home: Home, store: DiskStore, disk_bytes: int | None, damaged: int |
         )
     used = pinned = None
     if not failed:
-        used, pinned = store.admin.gauges()["disk_bytes"], store.control.pinned_bytes()
+        gauges = store.admin.gauges()
+        used, pinned = gauges["disk_bytes"], gauges["pinned_bytes"]
         if disk_bytes is not None and pinned > disk_bytes:
             warnings.append("more is pinned than store.disk_gib holds, so nothing else is kept; `ragkv store unpin`")
     if damaged:

@@ -1,6 +1,7 @@
 """What operators do with the KV of a running server, in its worker's memory too. Answers go first."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ class RunningStore:
 
     def __init__(self, workspace: "Workspace") -> None:
         self._workspace, self._home, self._store = workspace, workspace.home, workspace.store
-        self._disk_bytes: int | None = workspace.config.store.options()["disk_bytes"]
+        self._disk_bytes = workspace.config.store.disk_bytes
         self._memory_bytes: int = workspace.config.store.worker_options()["memory_bytes"]
         self._examining: asyncio.Future[Health] | None = None
 
@@ -103,27 +104,31 @@ class RunningStore:
         done, target, end = Recoding(codec), codec_named(codec), time.monotonic() + timeout_s
         chosen = None if selection is None else await self._choose(selection)
         keys = await asyncio.to_thread(changes.keys_to_recode, self._store, chosen)
+        pair_of = await asyncio.to_thread(changes.pairs, self._home, self._workspace.config.store)
         for i, key in enumerate(keys):
             await self._workspace.idle.wait(time.monotonic() + SOON_S)
             if time.monotonic() >= end:
                 done.num_left = len(keys) - i
                 break
-            done.add(key, await asyncio.to_thread(self._store.control.recode, key, target))
+            done.add(key, await asyncio.to_thread(changes.recode_one, self._store, key, pair_of(key), target))
         return done
 
-    async def clear(self, selection: Selection | None, *, dry_run: bool) -> Clearing:
-        """Delete the KV of documents, or of all the store. The documents stay indexed."""
+    async def clear(self, selection: Selection | None, *, dry_run: bool, local: bool) -> Clearing:
+        """Delete the KV of documents, or of all the store. The documents stay indexed. local: not in the bucket."""
+        tier = None if local else self._workspace.tier
         chosen = await self._choose(selection or Selection())
         clear = changes.clear_all if selection is None else changes.clear
         keys = await asyncio.to_thread(self._store.control.keys_of, chosen.chunk_hashes)
-        clearing = await asyncio.to_thread(lambda: clear(self._store, chosen, dry_run=dry_run))
+        clearing = await asyncio.to_thread(lambda: clear(self._store, tier, chosen, dry_run=dry_run))
         if not dry_run:
             await self._release([key for key in keys if not self._store.contains(key)])
         return clearing
 
-    async def clear_model(self, model: str, *, dry_run: bool) -> Clearing:
-        """Delete the KV of other models than the home's. Raises ConfigError as `changes.clear_model` does."""
-        return await asyncio.to_thread(lambda: changes.clear_model(self._home, self._store, model, dry_run=dry_run))
+    async def clear_model(self, model: str, *, dry_run: bool, local: bool) -> Clearing:
+        """Delete the KV of other models than the home's. Errors as of `changes.clear_model`. local: as of `clear`."""
+        tier = None if local else self._workspace.tier
+        clear = functools.partial(changes.clear_model, self._home, self._store, tier, model, dry_run=dry_run)
+        return await asyncio.to_thread(clear)
 
     async def health(self) -> Health:
         """Examine the store. One that doesn't answer in ten seconds isn't well; only one examination runs at a time."""

@@ -51,6 +51,9 @@ class AnswerResponse(BaseModel):
     drift_estimate: float | None = Field(description="From full prefill's answer, in nats; null without `max_drift`")
     attempts: int = Field(description="How often the answer was begun, until its estimate was within `max_drift`")
     finish_reason: Literal["stop", "length"]
+    hint_refused: str | None = Field(
+        description="Why the `hint` isn't kept, null if it is: more pins than the disk holds"
+    )
     prompt: TokenOrigins | None = Field(
         validation_alias="origins", description="Where each prompt token's KV came from; null unless `explain`"
     )

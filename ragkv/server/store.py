@@ -58,6 +58,7 @@ class ToClear(Documents):
         None, description=f"Instead of documents: the first characters of a model's fingerprint, or `{OTHER_MODELS}`"
     )
     dry_run: bool = Field(False, description="Only say what would be cleared")
+    local: bool = Field(False, description="Only on this machine: `store.remote` keeps it, and it is fetched again")
 
 
 class DocumentKVList(BaseModel):
@@ -129,16 +130,17 @@ async def recode(store: Store, operator: Operator, body: ToRecode) -> Recoding:
 @router.post("/clear", responses=_CHANGE)
 async def clear(store: Store, operator: Operator, body: ToClear) -> Clearing:
     """Delete KV, of documents, of a model, or with `all` of everything. Documents stay indexed, and their KV is made
-    again once it is missed; `DELETE /v1/documents/{name}` deletes documents."""
+    again once it is missed; `DELETE /v1/documents/{name}` deletes documents. With `store.remote` it is deleted
+    there too, unless `local`; `num_unreached` says of how many chunks it couldn't be, then that is tried again."""
     if body.model is None:
         selection = body.selection()
-        work = store.clear(None if body.all else selection, dry_run=body.dry_run)
+        work = store.clear(None if body.all else selection, dry_run=body.dry_run, local=body.local)
     elif body.all or body.documents or body.tenant is not None:
         raise ConfigError(
             f"a model's KV is cleared for all documents; leave out the others beside 'model': {body.model!r}"
         )
     else:
-        work = store.clear_model(body.model, dry_run=body.dry_run)
+        work = store.clear_model(body.model, dry_run=body.dry_run, local=body.local)
     return await _logged(operator, "clear", body, work)
 
 

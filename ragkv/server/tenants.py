@@ -35,6 +35,7 @@ _GAUGES = {
     "entries": "Entries on disk: a chunk has one for each context it is precomputed in",
     "evicted_entries": "Entries that were evicted from disk and not stored again",
     "disk_bytes": "Size of KV on disk",
+    "pinned_bytes": "Size of KV that is never evicted; what was cleared counts, since it comes back pinned",
     "memory_chunks": "Chunks whose KV is in memory",
     "waiting_uploads": "Uploads that aren't indexed yet",
 }

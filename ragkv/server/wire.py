@@ -28,6 +28,7 @@ from ragkv.errors import (
     OverloadedError,
     QuotaError,
     RagKVError,
+    RemoteError,
     UnknownDocumentError,
 )
 from ragkv.policies import DESCRIPTIONS, SHIFT_DESCRIPTION, Policy
@@ -49,6 +50,7 @@ STATUSES: dict[type[RagKVError], int] = {  # any other: 500
     EngineStoppedError: 503,
     OverloadedError: 429,
     QuotaError: 413,
+    RemoteError: 503,
     UnknownDocumentError: 404,
 }
 T = TypeVar("T")

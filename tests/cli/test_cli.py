@@ -215,7 +215,7 @@ def test_store_stats(filled_home: Path) -> None:
     stats = json.loads(out)
     assert (code, err) == (0, "")
     assert (stats["num_chunks"], stats["num_records"]) == (2, 6)
-    assert stats["file_bytes"] >= stats["size_bytes"] >= 6 * 2 * 2 * 5 * 8 * 4
+    assert stats["file_bytes"] >= stats["size_bytes"] >= 6 * 2 * 2 * 5 * 8 * 4 and stats["pinned_bytes"] == 0
     code, out, _ = invoke("store", "stats")
     assert code == 0 and out.splitlines()[0].split() == ["chunks", "2"]
     assert stats["codecs"] == {"raw": 6} and out.splitlines()[2].split() == ["codecs", "raw", "6"]
@@ -305,7 +305,7 @@ def test_store_gc(indexed_home: Path) -> None:
     lines = ["2 chunks, 0.0 MiB: no document has it", "0.0 MiB would be freed"]
     code, out, err = invoke("store", "gc", "--dry-run")
     assert (code, out.splitlines(), err) == (0, lines, "")
-    assert [part["num_chunks"] for part in json.loads(invoke("store", "gc", "--dry-run", "--json")[1])] == [2, 0, 0]
+    assert [part["num_chunks"] for part in json.loads(invoke("store", "gc", "--dry-run", "--json")[1])] == [2, 0, 0, 0]
     assert invoke("store", "gc")[1].splitlines() == [lines[0], "0.0 MiB freed"]
     assert invoke("store", "gc")[1] == "0.0 MiB freed\n"
     assert json.loads(invoke("store", "stats", "--json")[1])["num_chunks"] == 1
@@ -420,6 +420,18 @@ def test_ingest_report(capsys: pytest.CaptureFixture[str]) -> None:
         "Documents: 2 new, 1 removed, 1 rejected. Chunks prefilled: 7.",
         "rejected: '/docs/[x].md': it's empty",
     ]
+
+
+def test_an_ingest_whose_hint_is_refused_says_why_and_fails(monkeypatch, tmp_path, capsys) -> None:
+    async def refused(*_, **__):
+        return IngestReport(documents_new=1, hint_refused="2 GiB would be pinned; [unpin] others")
+
+    monkeypatch.setattr("ragkv.cli.engine_commands._index", refused)
+    monkeypatch.setattr("ragkv.cli.engine_commands.prepare", lambda log, verbose: None)
+    (tmp_path / "a.txt").write_text("one")
+    code, out, err = invoke("index", tmp_path / "a.txt", "--hint", "pin", "--home", tmp_path / "home")
+    assert (code, out) == (1, "Documents: 1 new. Chunks prefilled: 0.\n")
+    assert err == "the hint isn't kept: 2 GiB would be pinned; [unpin] others\n"
 
 
 def test_ingest_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from ragkv import cli
 from ragkv.cli import output
+from ragkv.config import StoreConfig
 from ragkv.errors import RagKVError
+from ragkv.store.tier import open_tier
 
 BEES, TEA = "/papers/bees.md", "/papers/tea.md"
 GIB = 1 << 30
@@ -96,11 +98,13 @@ def test_recode(home) -> None:
         invoke("recode", "--codec", "raw", "--all")
     code, out, err = invoke("recode", "--codec", "int8", TEA)
     assert (code, out.splitlines()[0]) == (0, "2 entries encoded as int8") and "Encoding as int8" in err
+    code, out, _ = invoke("recode", "--codec", "int8", "/papers/bees.md")
+    assert out.startswith("1 entry encoded as int8, the two entries of 1 chunk joined, 1 had it already")
     done = as_json("recode", "--codec", "int8", "--all")
-    assert (done["num_recoded"], done["num_same"]) == (8, 2) and done["bytes_after"] < done["bytes_before"]
+    assert (done["num_recoded"], done["num_same"]) == (5, 4) and done["bytes_after"] < done["bytes_before"]
     code, out, _ = invoke("recode", "--codec", "fp8", "--all")
-    assert code == 1 and "10 entries stay: they would get no smaller" in out
-    assert as_json("stats")["codecs"] == {"int8": 20} and as_json("verify")["problems"] == []
+    assert code == 1 and "9 entries stay: they would get no smaller" in out
+    assert as_json("stats")["codecs"] == {"int8": 18} and as_json("verify")["problems"] == []
 
 
 def test_recode_names_what_is_damaged(home) -> None:
@@ -139,6 +143,26 @@ def test_clear_a_model(home) -> None:
     assert invoke("clear", "--model", OTHER_MODEL[:8])[1].startswith("KV of 1 chunk cleared")
     with pytest.raises(RagKVError, match="means 0 models"):
         invoke("clear", "--model", OTHER_MODEL[:8])
+
+
+def test_clear_reaches_the_bucket_unless_it_is_told_not_to(home, tmp_path, monkeypatch) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = (tmp_path / "bucket").as_uri()
+    monkeypatch.setenv("RAGKV_STORE__REMOTE", url)
+    with closing(home.open_store()) as store, closing(open_tier(store, StoreConfig(remote=url))) as tier:
+        tier.send()
+    num_objects = lambda: len([*(tmp_path / "bucket").rglob("*.v5")])  # noqa: E731
+    assert as_json("clear", TEA, "--local")["remote"] is None and num_objects() == 10
+    assert as_json("clear", "--model", "other", "--local")["num_chunks"] == 1 and num_objects() == 10
+    assert f"what {url} has of it cleared too" in invoke("clear", TEA, "all.jsonl")[1] and num_objects() == 7
+    invoke("clear", "--model", "other")
+    assert num_objects() == 6
+    _, _, err = invoke("clear", "--all", input="y\n")
+    assert f", and of these documents in {url}? [y/N]" in err and num_objects() == 0
+    monkeypatch.delenv("RAGKV_STORE__REMOTE")
+    with pytest.raises(RagKVError, match="what is deleted here would stay there"):
+        invoke("clear", TEA)
+    assert invoke("clear", TEA, "--local")[0] == 0
 
 
 def test_health(home, monkeypatch) -> None:

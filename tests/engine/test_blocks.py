@@ -19,6 +19,15 @@ LAYOUTS = {
         (NUM_BLOCKS, 2, HEADS, BLOCK_SIZE, SIZE),
         lambda x: (x[:, 0].transpose(1, 2), x[:, 1].transpose(1, 2)),
     ),
+    "CUDA: K before V, HND": (
+        (NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE),
+        lambda x: x.transpose(1, 2).split(SIZE, dim=3),
+    ),
+    "CUDA: K before V, NHD": (
+        (NUM_BLOCKS, BLOCK_SIZE, HEADS, 2 * SIZE),
+        lambda x: x.transpose(1, 2).split(SIZE, dim=3),
+        lambda x: x.transpose(1, 2),
+    ),
     "CPU: K by columns": (
         (NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE),
         lambda x: (
@@ -30,10 +39,10 @@ LAYOUTS = {
 
 
 class Backend:
-    """A subset forward whose one layer is written in a given layout."""
+    """A subset forward whose one layer is written in a given layout; view: as what the layer shows its memory."""
 
-    def __init__(self, shape, split):
-        cache = torch.zeros(shape)
+    def __init__(self, shape, split, view=lambda x: x):
+        cache = view(torch.zeros(shape))
         self.layers = [SimpleNamespace(num_kv_heads=HEADS, head_size=SIZE, kv_cache=cache)]
         self.block_size, self.dtype, self.device = BLOCK_SIZE, torch.float32, torch.device("cpu")
         self._caches = split(cache)

@@ -1,25 +1,29 @@
 """The passes that fill blocks, the fusion over them and the worker's queues, on a small model without vLLM."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
 
+from ragkv.engine.device_copy import PARTS, CopiedParts, StagedEntry
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
 from ragkv.engine.precompute import Precompute
-from ragkv.engine.shift import MeanShift, averaging, mean_shifts, shift_weights
+from ragkv.engine.shift import MeanShift, Recomputed, averaging, mean_shifts, shift_weights
 from ragkv.engine.task import ROOT_HASH, FuseTask, Job, MeanTask, PrecomputeTask, Report, ScoreTask, Span
 from ragkv.engine.worker import WorkerSide
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import choose
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash, mean_hash
+from ragkv.store.codecs import INT4, RAW
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import ALIGNMENT
+from ragkv.store.record import LayerKV
 
 ANCHOR, FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21]
 QUESTION = [30, 31, 32]
@@ -216,7 +220,7 @@ def test_the_mean_shift_moves_the_other_tokens(loader):
     fresh = [rotate(k[:, [13, 15]], -torch.tensor([13, 15])), v[:, [13, 15]]]
     cached = [rotate(stored.k[:, offsets], -(5 + offsets)), stored.v[:, offsets]]
     ((mean_k, mean_v),) = mean_shifts(fresh[0], fresh[1], cached[0], cached[1], averaging([2]))
-    weight = shift_weights(None, offsets, 9)[0]
+    weight = shift_weights(torch.ones(9), Recomputed([9], [offsets], torch.device("cpu")))[0]
     torch.testing.assert_close(v[:, 17], stored.v[:, 5] + weight * mean_v)
     moved = rotate(stored.k[:, 5:6], 7) + weight * rotate(mean_k[:, None], torch.tensor([17]))
     torch.testing.assert_close(k[:, 17:18], moved)
@@ -308,6 +312,23 @@ def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
     assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
 
 
+@pytest.mark.parametrize(("tokens", "other"), [(FIRST, SECOND), (SECOND, FIRST)])
+def test_a_mean_is_what_prefill_computes_whoever_attends(loader, tokens, other):
+    """Our kernel attends for `FIRST`, where blocks are separate, else the model: torch's pays for few tokens only."""
+    start = 5 + len(other)
+    before = Span(5, start, chunk_hash(other), chunk_hash(ANCHOR))
+    alone = Span(5, 5 + len(tokens), chunk_hash(tokens), chunk_hash(ANCHOR))
+    mean = replace(alone, anchor_hash=mean_hash(chunk_hash(ANCHOR), "", 3))
+    task = MeanTask(A_SPAN, alone, mean, ((before,), (before,)))
+    worker = WorkerSide(loader, 64)
+    worker.step(Step([Job("mean", task, ANCHOR + tokens + [0] * 9, BLOCKS, 0)]))
+    while worker.take_finished() is None:
+        worker.step(Step())
+    for layer, (k, v) in enumerate(expected_kv(ANCHOR + other + tokens)):
+        k = loader.forward.rotation.rotate(k[start:].transpose(0, 1), 5 - start)
+        torch.testing.assert_close(loader_kv(loader, mean, layer), (k, v[start:].transpose(0, 1)), rtol=1e-4, atol=1e-4)
+
+
 def joined(loader, span):
     """Have the span's chunk averaged behind the other one, in place of its entry after the anchor alone."""
     alone = replace(span, mean_hash=mean_hash(span.anchor_hash, "", 2, joins=True))
@@ -338,6 +359,24 @@ def test_a_chunk_whose_entry_was_joined_still_stands_before_others(loader):
     joined(loader, F_SPAN)
     alone, _ = joined(loader, S_SPAN)
     assert loader.has(alone) and not loader.store.contains(loader.key(alone))
+
+
+@pytest.mark.parametrize("policy", ["none", "guided:0.3", "query-std:0.3", "cacheblend:0.3", "cacheblend-k:0.3"])
+def test_means_in_4_bits_are_fused_like_the_numbers_that_they_stand_for(loader, policy):
+    loader.store.codec = INT4
+    (first, entry), (_, mean) = joined(loader, F_SPAN), joined(loader, S_SPAN)
+    spans = (A_SPAN, first, replace(mean, start=12, end=21))
+    found, fused = fuse(loader, policy, spans)[0], [kv(loader, layer) for layer in range(NUM_LAYERS)]
+    loader.store.codec = RAW
+    for key in map(loader.key, (entry, mean)):
+        with loader.snapshot() as snapshot:
+            layers = [snapshot.get(key, layer).map(torch.clone) for layer in range(NUM_LAYERS)]
+        assert all(each.k.dtype == torch.uint8 for each in layers)
+        same = [replace(LayerKV(*x.mean().decoded(), 5, x.v_std), difference=x.difference) for x in layers]
+        loader.store.put([(key, same)])
+    assert fuse(loader, policy, spans)[0].tokens.recomputed_runs == found.tokens.recomputed_runs
+    for layer, expected in enumerate(fused):
+        torch.testing.assert_close(kv(loader, layer), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_joined_entry_is_discarded_and_the_chunk_computed(loader):
@@ -387,3 +426,43 @@ def test_runs_and_slices_of_positions():
 
 def test_exactness_ends_after_the_first_chunk():
     assert exact_until(SPANS) == 12 and exact_until(SPANS[1:]) == 0 and exact_until([A_SPAN, S_SPAN]) == 5
+
+
+def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):
+    """On CUDA a whole entry is copied in parts; a layer is used as soon as its own part is there."""
+    forward = TinyForward()
+    store = DiskStore(tmp_path, codec="int8", memory_bytes=1 << 24)
+    loader = KVLoader(forward, [forward.rotation] * NUM_LAYERS, store, "f" * 32, choose("torch", forward.device))
+    for one in precompute_jobs():
+        Precompute(loader).precompute([one])
+    key = loader.key(F_SPAN)
+    store.touch([key])
+    waited = []
+    with loader.snapshot() as snapshot:
+        layers = [snapshot.get(key, layer) for layer in range(NUM_LAYERS - 1)]
+        assert snapshot.whole(key) is None
+        layers.append(snapshot.get(key, NUM_LAYERS - 1))
+        whole = snapshot.whole(key)
+        parts = CopiedParts(SimpleNamespace(wait_event=waited.append))
+        staged = StagedEntry(whole, forward.device, parts)
+        for part in range(PARTS):
+            parts.copied.append(part)
+            staged.copy(whole.memory, part)
+        assert not staged.has(layers[0].map(torch.clone))
+        for kv in layers:
+            assert staged.has(kv)
+            copy = staged.layer(kv)
+            assert copy.k.data_ptr() != kv.k.data_ptr()
+            for name in ("k", "v", "k_scale", "v_scale"):
+                assert torch.equal(getattr(copy, name), getattr(kv, name))
+            end = kv.v.data_ptr() + kv.v.nbytes - whole.memory.data_ptr()
+            assert (waited[-1] + 1) * len(whole.memory) // PARTS >= end
+    assert len(set(waited)) == len(waited) == NUM_LAYERS
+    store.put([(key, [kv.map(torch.clone) for kv in store_raw(layers)])])
+    with loader.snapshot() as snapshot:
+        assert snapshot.whole(key) is None
+    store.close()
+
+
+def store_raw(layers):
+    return [LayerKV(*kv.decoded(), kv.base_position) for kv in layers]

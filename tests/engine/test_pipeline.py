@@ -409,7 +409,7 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
     assert again.documents_unchanged == len(TOPICS) and again.chunks_prefilled == 0
 
 
-def test_hints_reach_the_store(runner, pipeline, corpus):
+def test_hints_reach_the_store_and_are_refused_beyond_the_budget(runner, pipeline, corpus, monkeypatch):
     def hints():
         store = pipeline.workspace.store
         return {key.chunk_hash: store._usage.hint_of(key) for key in store.entries}
@@ -423,6 +423,12 @@ def test_hints_reach_the_store(runner, pipeline, corpus):
     *_, answer = runner.run(events_of(pipeline, "When is Darjeeling tea picked?", top_k=2, hint="ephemeral"))
     found = {pipeline.workspace.main.catalog.chunks([source.chunk])[0].chunk_hash for source in answer.sources}
     assert found and {digest for digest, hint in hints().items() if hint == "ephemeral"} == found
+    assert answer.hint_refused is None
+    tiny = pipeline.config.store.model_copy(update={"disk_gib": 1e-6})
+    monkeypatch.setattr(pipeline, "config", pipeline.config.model_copy(update={"store": tiny}))
+    *_, answer = runner.run(events_of(pipeline, "When is Darjeeling tea picked?", top_k=2, hint="pin"))
+    assert "would be pinned with these" in answer.hint_refused
+    assert {digest for digest, hint in hints().items() if hint == "ephemeral"} == found
 
 
 def test_a_home_of_another_model_is_refused_by_name(runner, pipeline, config):

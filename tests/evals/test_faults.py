@@ -13,6 +13,7 @@ CAMPAIGN = (
 )
 WITHOUT_CHECKSUMS = "from ragkv.store import record; record._checksum = lambda *_: 0"
 WITHOUT_CHECKS_OF_LENGTH = "from ragkv.store import table; table._Environment.check_length = lambda *_: None"
+WITHOUT_DIFFERENCES = "from ragkv.store import difference; difference.split = lambda *_: None"
 LOSES_PUTS_AND_DIES = (
     "import os; from ragkv.store.entries import EntryFolder; from ragkv.store.admin import StoreAdmin\n"
     "publish = EntryFolder.publish\n"
@@ -56,6 +57,11 @@ def test_wrong_values_are_found():
     failures = play(0, 10, sabotage=WITHOUT_CHECKSUMS)["damage"]["failures"]
     assert any("wrong value" in failure["problem"] for failure in failures)
     assert all(failure["seed"] in range(10) for failure in failures)
+
+
+def test_wrong_differences_are_found():
+    failures = play(0, 2, sabotage=WITHOUT_DIFFERENCES)["damage"]["failures"]
+    assert [failure["problem"].partition("wrong value")[1] for failure in failures] == ["wrong value"] * 2
 
 
 def test_a_process_that_a_table_ends_is_counted_and_the_next_one_starts():

@@ -11,7 +11,7 @@ from ragkv.config import StoreConfig
 from ragkv.engine.task import ROOT_HASH
 from ragkv.errors import ConfigError, RemoteError, StoreError
 from ragkv.home import ANCHOR_SETTING, NUM_CONTEXTS_SETTING, Home, Owner
-from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, collect_garbage, delete_documents
+from ragkv.index.deletion import NO_DOCUMENT, OTHER_CONTEXT, OTHER_MODEL, REPLACED, collect_garbage, delete_documents
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.hashing import CONTEXTS, chunk_hash, mean_hash
 from ragkv.retriever.index import VectorIndex
@@ -20,7 +20,7 @@ from ragkv.store.remote import Remote
 from ragkv.store.tier import open_tier
 
 ANCHOR, MODEL = chunk_hash([1, 2, 3]), f"{8:032x}"
-AVERAGE = mean_hash(ANCHOR, CONTEXTS, 4)
+AVERAGE, JOINED = (mean_hash(ANCHOR, CONTEXTS, 4, joins=joins) for joins in (False, True))
 ENTRY_BYTES = 4096 + 2 * 16384
 
 
@@ -192,6 +192,7 @@ def test_garbage_goes_and_nothing_else(home):
         (NO_DOCUMENT, 2, 3 * ENTRY_BYTES),
         (OTHER_MODEL, 2, 2 * ENTRY_BYTES),
         (OTHER_CONTEXT, 1, 2 * ENTRY_BYTES),
+        (REPLACED, 0, 0),
     ]
     found = collect_garbage(home, dry_run=True)
     assert [(part.reason, part.num_chunks, part.size_bytes) for part in found] == expected
@@ -199,6 +200,26 @@ def test_garbage_goes_and_nothing_else(home):
     assert collect_garbage(home) == found
     assert state_of(home) == before
     assert {part.num_chunks for part in collect_garbage(home)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("codec", "stored", "garbage"),
+    [
+        ("int8", (ANCHOR, JOINED), {ANCHOR}),  # as a kill leaves it
+        ("int8", (ANCHOR, AVERAGE, JOINED), {ANCHOR, AVERAGE}),  # the codec was raw
+        ("int8", (ANCHOR, AVERAGE), set()),
+        ("raw", (ANCHOR, AVERAGE, JOINED), {JOINED}),  # the codec was int8
+        ("raw", (ANCHOR, JOINED), set()),
+    ],
+)
+def test_what_another_entry_took_the_place_of_is_garbage(home, codec, stored, garbage):
+    with closing(home.open_store()) as store:
+        store.delete([make_key("wax").chunk_hash])
+        store.put([(make_key("wax", anchor), make_layers()) for anchor in stored])
+        collected = collect_garbage(home, StoreConfig(codec=codec))[-1]
+        assert (collected.reason, collected.size_bytes) == (REPLACED, len(garbage) * ENTRY_BYTES)
+        left = {key.anchor_hash for key in store.entries.keys_of(make_key("wax").chunk_hash)}
+        assert left == set(stored) - garbage
 
 
 def test_an_anchor_nobody_knows_keeps_its_kv(home):

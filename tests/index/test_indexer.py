@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import openpyxl
 import pytest
+import torch
 
 from ragkv.background import Idle, Turns
 from ragkv.config import MAIN, Config, RetrievalConfig
@@ -17,6 +18,7 @@ from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.documents import Document
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import VectorIndex
+from ragkv.store.record import ChunkKey, LayerKV
 from ragkv.workspace import Corpus
 
 
@@ -117,7 +119,7 @@ def indexer(tmp_path, kv):
     store.close()
 
 
-def index(indexer, paths, is_withdrawn=lambda id: False, **options):
+def index(indexer, paths, is_withdrawn=lambda id: False, hint=None, **options):
     """Ingest as the pipeline does. Returns the report and the progress of prefill."""
     steps = []
 
@@ -126,7 +128,7 @@ def index(indexer, paths, is_withdrawn=lambda id: False, **options):
         scan.is_withdrawn = is_withdrawn
         async for _ in indexer.precompute(scan):
             pass
-        await indexer.finish(scan, None)
+        await indexer.finish(scan, hint)
         return scan.report
 
     report = asyncio.run(run())
@@ -169,6 +171,22 @@ def test_documents_whose_files_are_gone_are_removed(tmp_path, indexer):
     report, _ = index(indexer, [folder])
     assert (report.documents_removed, indexer.document_chunks(str(folder / "a.txt"))) == (1, [])
     assert len(indexer.document_chunks(str(folder / "b.txt"))) == 1
+
+
+def test_more_pins_than_the_budget_holds_are_refused_and_the_documents_are_indexed(tmp_path, indexer):
+    layers = [LayerKV(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), base_position=0)]
+    store, keys = indexer._workspace.store, [ChunkKey(hash_of(word), "a" * 32, "f" * 32, (0, 1)) for word in "ab"]
+    store.put([(key, layers) for key in keys])
+    size = store.entries.size(keys[0])
+    indexer._workspace.config = Config(store={"disk_gib": 1.5 * size / (1 << 30)}, index={"num_contexts": 2})
+    for word in "ab":
+        (tmp_path / f"{word}.txt").write_text(word)
+    assert index(indexer, [tmp_path / "a.txt"], hint="pin")[0].hint_refused is None
+    report = index(indexer, [tmp_path / "b.txt"], hint="pin")[0]
+    assert "would be pinned with these" in report.hint_refused and "store.disk_gib is" in report.hint_refused
+    assert store.control.hints(map(hash_of, "ab")) == {hash_of("a"): "pin", hash_of("b"): None}
+    assert len(indexer.document_chunks(str(tmp_path / "b.txt"))) == 1
+    assert index(indexer, [tmp_path / "b.txt"], hint="session")[0].hint_refused is None
 
 
 def test_a_file_that_ends_its_reader_is_rejected_and_the_others_are_indexed(tmp_path, indexer):

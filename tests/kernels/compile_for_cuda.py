@@ -54,8 +54,12 @@ def compile_all(head_size, dtype, stored, **options):
     k_scale, v_scale = scales or (None, None)
     pairs = torch.zeros(2, KV_HEADS, 1, head_size // 2, dtype=torch.uint8)
     addend = Addend(torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(2, KV_HEADS, 1, 1).half(), pairs)
-    chunk = Staged(k, k, torch.arange(TOKENS), 3, k_scale, v_scale, shift, addend)
+    chunk = Staged(k, k, torch.arange(TOKENS), 3, k_scale, v_scale, shift=shift, addend=addend)
     kv_fuse([chunk], Rotation(angles, angles, neox=bool(scales)), kv)
+    pairs = torch.zeros(KV_HEADS, TOKENS, head_size // 2, dtype=torch.uint8)
+    by_channel, by_token = torch.ones(KV_HEADS, 1, head_size).half(), torch.ones(KV_HEADS, TOKENS, 1).half()
+    packed = replace(chunk, k=pairs, v=pairs, k_scale=by_channel, v_scale=by_token, k_low=by_channel, v_low=by_token)
+    kv_fuse([packed], Rotation(angles, angles, neox=not scales), kv)
     kv_deviation(fresh, k.to(dtype), positions)
     query_scores(q, positions, k.to(dtype), torch.arange(TOKENS), spec)
     sinks = torch.zeros(HEADS) if options else None

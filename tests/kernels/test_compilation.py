@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = ["_kv_fuse", "_kv_deviation", "_log_sums", "_votes", "_selective_attention"]
+KERNELS = ["_kv_fuse", "_kv_fuse", "_kv_deviation", "_log_sums", "_votes", "_selective_attention"]
 SHARED_MEMORY = 99 * 1024  # bytes: the least of any GPU since Ampere
 
 

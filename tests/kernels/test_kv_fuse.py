@@ -54,6 +54,10 @@ def staged(generator, slots, num_heads, head_size, stored, moved):
     shape = (num_heads, len(slots), head_size)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     scales = ()
+    if stored == torch.uint8:
+        grids = [(num_heads, 1, head_size), (num_heads, len(slots), 1)] * 2
+        scales = (torch.randn(*each, generator=generator).half().to(DEVICE) for each in grids)
+        k, v = (torch.randint(256, (*shape[:2], head_size // 2), generator=generator) for _ in range(2))
     if stored in (torch.int8, torch.float8_e4m3fn):
         largest = 127 if stored == torch.int8 else 448
         k, v = (largest * x.tanh() for x in (k, v))
@@ -77,7 +81,7 @@ def shifted(chunks):
     """Every chunk but the second with a mean shift."""
     generator, found, start = torch.Generator().manual_seed(1), [], 0
     for chunk in chunks:
-        num_heads, num_tokens, head_size = chunk.k.shape
+        num_heads, num_tokens, head_size = *chunk.k.shape[:2], chunk.head_size
         k, v = (torch.randn(num_heads, head_size, generator=generator).to(DEVICE) for _ in range(2))
         weights = torch.rand(num_tokens, generator=generator).to(DEVICE)
         found.append(chunk if len(found) == 1 else replace(chunk, shift=KVShift(k, v, weights, start)))
@@ -89,7 +93,7 @@ def with_addends(chunks):
     """The first chunk with an addend to every other token, the others with one to their last."""
     generator, found = torch.Generator().manual_seed(2), []
     for i, chunk in enumerate(chunks):
-        num_heads, num_tokens, head_size = chunk.k.shape
+        num_heads, num_tokens, head_size = *chunk.k.shape[:2], chunk.head_size
         tokens = torch.arange(num_tokens)[::2] if i == 0 else torch.tensor([num_tokens - 1])
         rows = torch.full((num_tokens,), -1, dtype=torch.int32).index_copy(0, tokens, torch.arange(len(tokens)).int())
         scale = torch.rand(2, num_heads, len(tokens), 1, generator=generator).half()
@@ -100,7 +104,7 @@ def with_addends(chunks):
 
 
 def check(kv_fuse, chunks, turning, layout, num_blocks, dtype):
-    num_heads, _, head_size = chunks[0].k.shape
+    num_heads, head_size = len(chunks[0].k), chunks[0].head_size
     found, expected = (paged(layout, num_blocks, num_heads, head_size, dtype) for _ in range(2))
     kv_fuse(chunks, turning, found)
     kv_fuse_reference(chunks, turning, expected)
@@ -111,7 +115,7 @@ def check(kv_fuse, chunks, turning, layout, num_blocks, dtype):
 
 @every_implementation
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("stored", ["raw", torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stored", ["raw", torch.int8, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_types_and_layouts(kv_fuse, dtype, stored, layout):
     chunks, num_blocks = request([33, 1], 2, 64, dtype if stored == "raw" else stored)
@@ -141,7 +145,9 @@ def test_heads_and_rotations(kv_fuse, num_heads, head_size, rotated, neox):
 
 
 @every_implementation
-@pytest.mark.parametrize("lengths, stored", [([1], torch.float32), ([500], torch.int8), ([63, 33, 1], torch.float32)])
+@pytest.mark.parametrize(
+    "lengths, stored", [([1], torch.float32), ([500], torch.int8), ([63, 33, 1], torch.float32), ([40], torch.uint8)]
+)
 @pytest.mark.parametrize("neox", [True, False, None])
 def test_mean_shifts_of_recomputed_tokens(kv_fuse, lengths, neox, stored):
     chunks, num_blocks = request(lengths, 2, 64, stored)
@@ -150,12 +156,30 @@ def test_mean_shifts_of_recomputed_tokens(kv_fuse, lengths, neox, stored):
 
 
 @every_implementation
-@pytest.mark.parametrize("lengths, stored", [([1], torch.float32), ([70, 7], torch.int8), ([33], torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "lengths, stored",
+    [([1], torch.float32), ([70, 7], torch.int8), ([33], torch.float8_e4m3fn), ([33, 1], torch.uint8)],
+)
 @pytest.mark.parametrize("head_size, rotated, neox", [(80, 32, True), (128, 128, False)])
 def test_what_some_tokens_are_added(kv_fuse, lengths, stored, head_size, rotated, neox):
     chunks, num_blocks = request(lengths, 3, head_size, stored)
     for each in (with_addends(chunks), shifted(with_addends(chunks)), [*with_addends(chunks)[:1], *chunks[1:]]):
         check(kv_fuse, each, rotation(rotated, neox), "NHD", num_blocks, torch.float32)
+
+
+@every_implementation
+def test_packed_numbers_by_hand(kv_fuse):
+    """Scale and low of K by channel, of V by token."""
+    k, v = (
+        torch.tensor([pairs], dtype=torch.uint8, device=DEVICE)
+        for pairs in ([[1 | 15 << 4, 2], [3, 0]], [[0, 7], [8 << 4, 5]])
+    )
+    grids = ([[1, 2, 0.5, 1]], [[1], [2]], [[0, -1, 10, 0.25]], [[0], [-3]])
+    grids = (torch.tensor([each], dtype=torch.float16, device=DEVICE) for each in grids)
+    found = paged("NHD", 1, 1, 4, torch.float32)
+    kv_fuse([Staged(k, v, torch.arange(2, device=DEVICE), 0, *grids)], None, found)
+    assert found.k[0, :2, 0].tolist() == [[1, 3, 17.5, 0.25], [3, -1, 10, 0.25]]
+    assert found.v[0, :2, 0].tolist() == [[0, 7, 0, 0], [-3, 7, 13, -3]]
 
 
 @every_implementation

@@ -1,10 +1,14 @@
+import math
+
 import pytest
 import torch
 from rope_reference import rope, table
 
-from ragkv.engine.shift import DAMPING, averaging, mean_shifts, shift_weights
+from ragkv.engine.shift import DAMPING, Recomputed, averaging, mean_shifts, shift_weights
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.operands import PagedKV, Rotation
+from ragkv.store.codecs import INT8, RAW
+from ragkv.store.record import ChunkKey, LayerKV, decode, encode
 
 START, SIZE = 37, 64
 
@@ -67,7 +71,7 @@ def test_a_shift_common_to_all_tokens_is_found_again_but_for_the_damping():
     rotation = Rotation.from_table(table(256, SIZE), True)
     true_k, true_v = k + rotation.rotate(torch.ones_like(k), START + torch.arange(90)), v + 1
     offsets = torch.arange(0, 90, 2)
-    weights = shift_weights(None, offsets, 90)
+    weights = shift_weights(torch.ones(90), Recomputed([90], [offsets], torch.device("cpu")))
     found_k, found_v = shifted(k, v, true_k[:, offsets], true_v[:, offsets], offsets, weights, START, rotation)
     left = DAMPING / (len(offsets) + DAMPING)
     torch.testing.assert_close((true_k - found_k).norm(), left * (true_k - k).norm(), rtol=1e-4, atol=0)
@@ -80,14 +84,37 @@ def test_keys_without_positions_move_like_values():
     assert torch.equal(found_k, found_v)
 
 
+def weights(v_std, *offsets):
+    """Of chunks of four tokens."""
+    tokens = Recomputed([4] * len(offsets), list(map(torch.tensor, offsets)), torch.device("cpu"))
+    return shift_weights(torch.tensor(v_std), tokens).tolist()
+
+
 def test_weights_follow_v_std_and_are_bounded():
-    v_std = torch.tensor([0.0, 1.0, 2.0, 100.0])
-    offsets = torch.tensor([1])
     part = 1 / (1 + DAMPING)
-    assert shift_weights(None, offsets, 4).tolist() == pytest.approx([part] * 4)
-    assert shift_weights(v_std, offsets, 4).tolist() == pytest.approx([0, part, 2 * part, 2 * part])
+    assert weights([1.0] * 4, [1]) == pytest.approx([part] * 4)
+    assert weights([0.0, 1.0, 2.0, 100.0], [1]) == pytest.approx([0, part, 2 * part, 2 * part])
+
+
+def test_weights_are_each_chunk_s_own():
+    first, second = [0.0, 1.0, 2.0, 100.0], [3.0, 5.0, 4.0, 0.0]
+    assert weights(first + second, [1], [0, 1]) == pytest.approx(weights(first, [1]) + weights(second, [0, 1]))
+    part = 2 / (2 + DAMPING)
+    assert weights(second, [0, 1]) == pytest.approx([0.75 * part, 1.25 * part, part, 0])
 
 
 def test_weights_are_numbers_even_where_nothing_varied():
-    for v_std in (torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])):
-        assert bool(shift_weights(v_std, torch.tensor([0]), 4).isfinite().all())
+    for v_std in ([0.0] * 4, [0.0, 1.0, 0.0, 0.0]):
+        assert all(map(math.isfinite, weights(v_std, [0])))
+
+
+@pytest.mark.parametrize("codec", [RAW, INT8])
+def test_what_is_cached_of_many_chunks_is_taken_at_once_or_one_by_one(codec):
+    layers = []
+    for num_tokens in (5, 3, 9):
+        key = ChunkKey("a" * 32, "b" * 32, "c" * 32, (0, 2)).layer(0)
+        kv = LayerKV(*torch.randn(2, 2, num_tokens, SIZE), 0, torch.rand(num_tokens))
+        layers.append(decode(key, encode(key, kv, codec)))
+    tokens = Recomputed([5, 3, 9], list(map(torch.tensor, ([1, 4], [0], [2, 3, 8]))), torch.device("cpu"))
+    for found, expected in zip(tokens.cached_at_once(layers), tokens.cached(layers), strict=True):
+        assert torch.equal(found, expected)

@@ -41,6 +41,7 @@ ANSWER = Answer(
     plan=Plan("fuse", (0, 1), predicted_ms=21.0, prefill_ms=90.0),
     finish_reason="stop",
     fallback="the model's layers all slide",
+    hint_refused="too many pins",
 )
 ORIGINS = TokenOrigins(
     [f" t{i}" for i in range(30)], [Run(0, 5, "prefix", None), Run(5, 25, "disk", 0), Run(25, 30, "computed", None)]
@@ -107,7 +108,13 @@ class ScriptedPipeline:
 
     def play(self, script=SCRIPT) -> None:
         self.is_ready = True
-        self.gauges = {"entries": 7, "evicted_entries": 2, "disk_bytes": 7000, "memory_chunks": 3}
+        self.gauges = {
+            "entries": 7,
+            "evicted_entries": 2,
+            "disk_bytes": 7000,
+            "pinned_bytes": 1000,
+            "memory_chunks": 3,
+        }
         self.counters = {"corrupt_chunks": 1, "restored_chunks": 0, "failed_restores": 0}
         self.script = script
         self.origins = ORIGINS
@@ -164,9 +171,9 @@ class Worker:
 class OperatedPipeline(ScriptedPipeline):
     """With a workspace."""
 
-    def __init__(self, folder, home, store, config, engine=None):
+    def __init__(self, folder, home, store, config, engine=None, tier=None):
         super().__init__(folder)
-        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config)
+        self.workspace = SimpleNamespace(home=home, store=store, engine=engine, idle=Idle(0), config=config, tier=tier)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ EXPECTED_SOURCE = {
 EXPECTED_END = {
     "policy": "full",
     "fallback": "the model's layers all slide",
+    "hint_refused": "too many pins",
     "plan": {"way": "fuse", "predicted_ms": 21.0, "prefill_ms": 90.0},
     "usage": {
         "prompt_tokens": 30,

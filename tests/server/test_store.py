@@ -7,9 +7,10 @@ import pytest
 from operator_home import DOCUMENTS, ENTRY_BYTES, OTHER_MODEL, hash_of, key_of, make_home
 from server_harness import CONFIG, OperatedPipeline, Worker, running
 
-from ragkv.config import MAIN, Config, ServerConfig
+from ragkv.config import MAIN, Config, ServerConfig, StoreConfig
 from ragkv.errors import ConfigError
 from ragkv.server.gate import hash_of as hash_of_key
+from ragkv.store.tier import open_tier
 
 KEYS = {name: f"ragkv-{name * 12}" for name in ("ann", "olga")}
 BEES, TEA = "/papers/bees.md", "/papers/tea.md"
@@ -33,12 +34,12 @@ def store(home):
 
 @pytest.fixture
 def serve(tmp_path, home, store):
-    def serving(budget=20, worker=None, memory=0, **server):
+    def serving(budget=20, worker=None, memory=0, tier=None, **server):
         settings = ServerConfig(**{"operator_keys": {"olga": hash_of_key(KEYS["olga"])}, **server})
         sizes = {"disk_gib": budget * ENTRY_BYTES / (1 << 30), "memory_gib": memory * ENTRY_BYTES / (1 << 30)}
         options = CONFIG.store.model_copy(update=sizes)
         config = CONFIG.model_copy(update={"server": settings, "store": options})
-        return running({MAIN: OperatedPipeline(tmp_path, home, store, config, worker)}, tmp_path, config)
+        return running({MAIN: OperatedPipeline(tmp_path, home, store, config, worker, tier)}, tmp_path, config)
 
     return serving
 
@@ -224,8 +225,8 @@ def test_recode_until_nothing_is_left(client, store) -> None:
     part = done(client, "recode", documents=[TEA], codec="int8")
     assert (part["num_left"], part["num_recoded"]) == (0, 2) and part["bytes_after"] < part["bytes_before"]
     rest = done(client, "recode", all=True, codec="int8")
-    assert (rest["num_recoded"], rest["num_same"], rest["num_left"]) == (8, 2, 0)
-    assert store.admin.codecs() == {"int8": 20} and store.admin.verify().problems == []
+    assert (rest["num_recoded"], rest["num_joined"], rest["num_same"], rest["num_left"]) == (6, 1, 2, 0)
+    assert store.admin.codecs() == {"int8": 18} and store.admin.verify().problems == []
 
 
 def test_clear(client, store) -> None:
@@ -238,6 +239,25 @@ def test_clear(client, store) -> None:
     (acme,) = client.get("/v1/store/documents", params={"tenant": "acme"}).json()["documents"]
     assert (acme["num_chunks"], acme["tiers"]["disk"]["num_chunks"]) == (2, 0)
     assert done(client, "clear", all=True)["num_chunks"] == 4 and store.keys() == []
+
+
+def test_clear_reaches_the_bucket_unless_it_is_told_not_to(serve, store, tmp_path, monkeypatch) -> None:
+    (tmp_path / "bucket").mkdir()
+    remote = StoreConfig(remote=(tmp_path / "bucket").as_uri())
+    with closing(open_tier(store, remote)) as tier, serve(tier=tier) as client:
+        client.headers.update(bearer("olga"))
+        tier.send()
+        assert done(client, "clear", documents=[TEA], local=True)["remote"] is None
+        assert done(client, "clear", model="other", local=True)["remote"] is None
+        assert len(list(tier.remote.sizes())) == 10
+        cleared = done(client, "clear", documents=[TEA, "all.jsonl"])
+        assert (cleared["remote"], cleared["num_unreached"]) == (remote.remote, 0)
+        assert len(list(tier.remote.sizes())) == 7
+        monkeypatch.setattr(tier.remote, "sizes", lambda: tier.remote.breaker.check())
+        tier.remote.breaker.failed("the bucket is away")
+        text = message(client.post("/v1/store/clear", json={"model": "other"}), 503)
+        assert "the bucket is away. Nothing was cleared" in text
+        assert done(client, "clear", tenant="acme")["num_unreached"] == 2
 
 
 def test_health_has_the_status_of_the_store(client, store, monkeypatch) -> None:

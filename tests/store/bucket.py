@@ -135,7 +135,11 @@ class Bucket:
     def objects(self):
         """Return all objects, by name."""
         names = [each["Key"] for each in self._client.list_objects_v2(Bucket=self.name).get("Contents", ())]
-        return {name: self._client.get_object(Bucket=self.name, Key=name)["Body"].read() for name in names}
+        found = {}
+        for name in names:
+            with suppress(self._client.exceptions.NoSuchKey):  # it is deleted just now
+                found[name] = self._client.get_object(Bucket=self.name, Key=name)["Body"].read()
+        return found
 
     def write(self, name, data):
         self._client.put_object(Bucket=self.name, Key=name, Body=data)

@@ -93,6 +93,14 @@ def test_what_the_bucket_lacks_is_a_miss(other):
     assert tier.traffic.misses == {ABSENT: 2} and not list(store.entries)
 
 
+def test_what_waits_for_another_to_take_its_place_is_not_sent(one, bucket):
+    store, tier = one
+    asked = []
+    tier._sender._waiting = lambda: asked.append(1) or {make_key(1, 9).anchor_hash}
+    assert tier.send() == 0 and tier.traffic.entries_sent == 2
+    assert len(asked) == 1 and len(list(store.entries)) == 3  # once for all of them
+
+
 def test_what_no_document_needs_is_neither_sent_nor_kept(tmp_path, one, bucket):
     unneeded = {make_key(1).chunk_hash}
     with opened(tmp_path / "other", bucket, unneeded=lambda hashes: unneeded & set(hashes)) as (store, tier):
@@ -210,6 +218,59 @@ def test_what_is_deleted_while_it_is_sent_goes(one, bucket, monkeypatch):
     tier.send()
     tier.delete_pending()
     assert bucket.objects() == {}
+
+
+def test_what_is_cleared_while_it_is_sent_goes(one, bucket, monkeypatch):
+    store, tier = one
+    put = Remote.put
+
+    def put_late(self, key, file):
+        if key == make_key(1):
+            tier.note_deletions([key.chunk_hash])
+            store.control.clear([key])
+            assert not tier.delete_pending()  # before it is there
+        put(self, key, file)
+
+    monkeypatch.setattr(Remote, "put", put_late)
+    tier.send()
+    tier.delete_pending()
+    assert {key for key, _ in tier.remote.sizes()} == {make_key(2)}
+
+
+def test_what_is_evicted_while_it_is_sent_stays_in_the_bucket(one, bucket, monkeypatch):
+    store, tier = one
+    put = Remote.put
+    monkeypatch.setattr(Remote, "put", lambda self, key, file: (store.control.clear([key]), put(self, key, file)))
+    tier.send()
+    tier.delete_pending()
+    assert len(bucket.objects()) == 3
+
+
+@pytest.mark.parametrize("when", ["before the bucket has heard of it", "afterwards", "another"])
+def test_what_is_cleared_while_it_is_fetched_does_not_stay(one, other, monkeypatch, when):
+    one[1].send()
+    (store, tier), get = other, Remote.get
+
+    def get_before_it_is_cleared(self, key):
+        file = get(self, key)
+        tier.note_deletions([make_key(2 if when == "another" else 1).chunk_hash])
+        if when != "before the bucket has heard of it":
+            assert not tier.delete_pending()
+        return file
+
+    monkeypatch.setattr(Remote, "get", get_before_it_is_cleared)
+    stays = when == "another"
+    assert fetch(tier, make_key(1)) == stays and list(store.entries) == [make_key(1)] * stays
+
+
+def test_what_another_machine_cleared_is_sent_once_it_is_made_again(one, other):
+    (store, tier), (_, its_tier) = one, other
+    tier.send()
+    store.delete_keys([make_key(2)])
+    its_tier.delete_keys([make_key(2)])
+    assert fetch(tier, make_key(2)) == 0
+    store.put([(make_key(2), make_layers(3))])
+    assert tier.send() == 0 and tier.traffic.entries_sent == 4
 
 
 def test_an_outage_is_a_miss_a_counter_and_quick_and_it_recovers(tmp_path, one, bucket, monkeypatch):
