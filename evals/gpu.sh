@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The kernels on a CUDA device: their tests, compiled, then their benchmarks as one table.
-# PYTHON: one that has ragkv and its dependencies. MODEL: if set, then also time to first token in vLLM with that model, a
-# folder whose config.json and tokenizer are enough, or a Hugging Face id.
+# PYTHON: one that has ragkv and its dependencies. MODEL: if set, then also fusion in vLLM, of a small model with random
+# weights, and time to first token with that model, a folder whose config.json and tokenizer are enough, or a Hugging Face id.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONSAFEPATH=1
@@ -26,6 +26,7 @@ done
 "$python" -m ragkv.evals.kernels.timing < "$rows"
 
 if [ -n "${MODEL:-}" ]; then
-  "$python" -m ragkv eval ttft --model "$MODEL" --random-weights --tokens 1024,4096,8192 --repeats 3 \
+  "$python" -m pytest -q tests/engine/test_bfloat16.py
+  RAGKV_STORE__MEMORY_GIB=${RAGKV_STORE__MEMORY_GIB:-8} "$python" -m ragkv eval ttft --model "$MODEL" --random-weights --tokens 1024,4096,8192 --repeats 3 \
     --policies guided:0.05,query:0.05,none
 fi

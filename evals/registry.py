@@ -60,7 +60,7 @@ class Quality:
     data: Path | None = option("Folder that holds the named datasets.", None)
     examples: int = option("How many examples, from the first on.", 50, least=1)
     policies: tuple["Arm", ...] = option(
-        "POLICY@KV with commas between; KV is alone, anchor, random, near or mixed.",
+        "POLICY@KV with commas between; KV is alone, anchor, random, near or mixed; mixed/CODEC: encoded anew.",
         "none,guided:0.05,cacheblend:0.15@alone",
         parse=_arms,
     )

@@ -13,7 +13,7 @@ import torch
 
 from ragkv.store.packing import pack, unpack
 
-FLOOR = 0.02  # of the energy of K and V: what differs by less is left out
+FLOOR = 0.005  # of the energy of K and V: what differs by less is left out
 _LARGEST, _ZERO = 7, 8  # numbers are -7 to 7, and stored 8 more than they are
 
 KV = tuple[torch.Tensor, torch.Tensor]

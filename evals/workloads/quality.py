@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ragkv.config import Config
+from ragkv.errors import ConfigError
 from ragkv.evals import datasets, quality_rows
 from ragkv.evals.arms import Arm
 from ragkv.evals.datasets import Dataset, Example
@@ -18,6 +19,7 @@ from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Quality
 from ragkv.evals.workloads.quality_bench import QualityBench, Settings, running
 from ragkv.policies import Selection
+from ragkv.store.codecs import RAW
 
 
 async def run(config: Config, wanted: Quality, progress: Progress) -> AsyncIterator[Row]:
@@ -51,6 +53,8 @@ async def evaluate(
         "codec": config.store.codec,
         "chunk_tokens": settings.chunk_tokens,
     }
+    if any(arm.codec for arm in arms) and config.store.codec != RAW.name:
+        raise ConfigError(f"KV in {config.store.codec} can't be encoded anew: give --codec raw, or leave out /CODEC")
     done = quality_rows.read(out, identity)
     examples = dataset.examples[: settings.examples]
     todo = {e.id: left for e in examples if (left := [arm for arm in arms if (e.id, arm.label) not in done])}

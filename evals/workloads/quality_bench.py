@@ -7,7 +7,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ragkv.evals import scores
 from ragkv.evals.arms import Arm
 from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Row
+from ragkv.evals.workloads.quality_codecs import encoded
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.quality_target import NUM_TOKENS
@@ -104,6 +105,9 @@ class QualityBench:
             num_contexts = 1 if kind == "anchor" else self._settings.num_contexts
             heads = self._engine.kv_heads
             self._kv[kind] = ChunkKV(anchor, "0" * 32, heads, num_contexts, kind, joins=joins and kind == "mixed")
+        for codec in {arm.codec for arm in arms if arm.codec}:
+            kv = ChunkKV(anchor, "0" * 32, self._engine.kv_heads, self._settings.num_contexts, codec, joins=True)
+            self._kv[f"mixed/{codec}"] = kv
         await self._kv["anchor"].precompute_anchor(self._engine, self._store)
         if kinds & {"random", "mixed"}:
             examples = random.Random(0).sample(self.dataset.examples, min(POOL_SIZE, len(self.dataset.examples)))
@@ -132,9 +136,19 @@ class QualityBench:
         salt = uuid.uuid4().hex
         baseline = await self._full_prefill(example, prompt, salt)
         await self._precompute(_by_hash(chunks), {arm.kv for arm in arms})
-        tasks = [self._task(prompt, chunks, arm) for arm in arms]
-        fused = await self._fused(prompt, tasks, baseline, timed=timed)
-        return [self._row(example, prompt, arm, baseline, each) for arm, each in zip(arms, fused, strict=True)]
+        rows = []
+        for codec in dict.fromkeys(arm.codec for arm in arms):
+            own = [arm for arm in arms if arm.codec == codec]
+            async with self._in_codec(chunks, codec) if codec else nullcontext():
+                tasks = [self._task(prompt, chunks, arm) for arm in own]
+                fused = await self._fused(prompt, tasks, baseline, timed=timed)
+            rows += [self._row(example, prompt, arm, baseline, each) for arm, each in zip(own, fused, strict=True)]
+        return rows
+
+    def _in_codec(self, chunks: Sequence[Sequence[int]], codec: str) -> AbstractAsyncContextManager[None]:
+        mixed, joined = self._kv["mixed"], self._kv[f"mixed/{codec}"]
+        spans = [mixed.span(chunk_hash(chunk), len(chunk)) for chunk in dict.fromkeys(map(tuple, chunks))]
+        return encoded(self._store, mixed, joined, spans, codec)
 
     def _fitted(self, example: Example) -> tuple[list[list[int]], Prompt]:
         """Return the chunks that fit the model's context, and the prompt."""
@@ -287,7 +301,9 @@ class QualityBench:
     def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
         hashes = list(map(chunk_hash, chunks))
         if arm.kv != "alone":
-            return self._kv[arm.kv].task(prompt, hashes, arm.policy, self._store)
+            return self._kv[f"{arm.kv}/{arm.codec}" if arm.codec else arm.kv].task(
+                prompt, hashes, arm.policy, self._store
+            )
         ranges = zip(hashes, prompt.chunk_ranges, strict=True)
         spans = [Span(start, end, h, ROOT_HASH) for h, (start, end) in ranges]
         return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)

@@ -114,3 +114,18 @@ def test_rows_of_another_run_are_refused(evaluate, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"another run \({'dtype': 'float8'}.*; choose another --out"):
         evaluate("none")
+
+
+def test_an_arm_may_encode_mixed_kv_anew(evaluate):
+    arm = Arm.parse("guided:0.05@mixed/int8")
+    assert (arm.policy.label, arm.kv, arm.codec, arm.label) == (
+        "guided:0.05",
+        "mixed",
+        "int8",
+        "guided:0.05@mixed/int8",
+    )
+    for text in ("none@mixed/zip", "none@alone/int8", "none@mixed/raw"):
+        with pytest.raises(ConfigError, match=r"only mixed is encoded anew, in int8, fp8, int4"):
+            Arm.parse(text)
+    with pytest.raises(ConfigError, match=r"KV in int8 can't be encoded anew: give --codec raw"):
+        evaluate("none", "none@mixed/int4")

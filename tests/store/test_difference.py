@@ -33,7 +33,7 @@ def test_the_tokens_that_differ_by_more_than_a_little_are_kept():
     mean = kv(1)
     alone = moved(kv(1), ([3, 4, 5], [], [0, 39]))
     (k, v), (mean_k, mean_v) = alone[1], mean[1]
-    k[:, 9], v[:, 9] = 1.1 * mean_k[:, 9], 1.1 * mean_v[:, 9]  # by 1% of its energy
+    k[:, 9], v[:, 9] = 1.05 * mean_k[:, 9], 1.05 * mean_v[:, 9]  # by 0.25% of its energy
     found = differences(alone, mean, 1.0)
     assert found[0].tokens.tolist() == [3, 4, 5] and found[2].tokens.tolist() == [0, 39]
     assert found[1] is None
