@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from ragkv.config import AnswerConfig
 from ragkv.controller.cost_model import Plan
+from ragkv.engine.task import Keep
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
 
@@ -59,10 +60,11 @@ class Sampling:
 class AnswerOptions:
     """What a caller may choose for one question.
 
-    fresh: bypass vLLM's prefix cache, so that a measured time is that of a first request. hint: how the KV of the
-    chunks in the prompt is treated from now on when room is needed; None leaves it as it was. explain: return where the
-    KV of each prompt token came from. timeout_s: for the whole answer. max_drift: the quality target
-    (`ragkv.quality_target`), in nats; None estimates no drift.
+    fresh: use no KV of earlier requests (vLLM's prefix cache, stored prefixes), so that a measured time is that of a
+    first request. keep: what of the request is kept as an exact prefix (`ragkv.engine.task.KEEPS`); None: what has come
+    back before. hint: how the KV of the chunks in the prompt is treated from now on when room is needed; None leaves it
+    as it was. explain: return where the KV of each prompt token came from. timeout_s: for the whole answer. max_drift:
+    the quality target (`ragkv.quality_target`), in nats; None estimates no drift.
     """
 
     policy: Policy
@@ -74,6 +76,7 @@ class AnswerOptions:
     explain: bool = False
     timeout_s: float | None = None
     max_drift: float | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,9 @@ class Source:
 class Usage:
     """Token counts. Prefix, reused and recomputed tokens add up to `prompt_tokens`.
 
-    prefix_tokens: with KV from vLLM's own prefix cache; reused_tokens: from the store, unchanged; recomputed_tokens:
-    computed now. memory_tokens: those whose stored KV was ready in memory, whether reused or recomputed.
+    prefix_tokens: with the KV of an earlier request that began alike; reused_tokens: from the store, unchanged;
+    recomputed_tokens: computed now. memory_tokens: those whose stored KV was ready in memory, whether reused or
+    recomputed. stored_prefix_tokens: those of the prefix that vLLM's own cache didn't have any more, but the disk.
     """
 
     prompt_tokens: int
@@ -104,6 +108,7 @@ class Usage:
     recomputed_tokens: int
     completion_tokens: int = 0
     memory_tokens: int = 0
+    stored_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)

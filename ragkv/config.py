@@ -93,6 +93,11 @@ class StoreConfig(Section):
     eviction: Literal["gdsf", "lru", "lfu", "lfuda"] = "gdsf"
     """How the worth of KV is ranked: gdsf by uses times cost to recompute over size, with ageing; lru by last use; lfu
     by uses; lfuda by uses, with ageing"""
+    prefix_gib: float = Field(4.0, ge=0)
+    """Disk space for exact prefixes, in GiB: conversations and instructions that come back, unchanged and apart from
+    chunks' KV; those unused longest are evicted. 0: none are kept"""
+    prefix_gib_per_hour: float = Field(8.0, gt=0)
+    """How much of them is written in an hour at most, in GiB, so that the disk isn't worn out"""
     remote: str | None = None
     """Bucket or shared folder behind the disk, for KV that several machines share: s3://BUCKET/PREFIX,
     gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER ([how](deployment.md#one-bucket-for-many-machines)).
@@ -117,6 +122,11 @@ class StoreConfig(Section):
         """Return the keyword arguments of the `DiskStore` of a worker that serves requests."""
         return {**self.options(), "memory_bytes": round(self.memory_gib * (1 << 30))}
 
+    def prefix_options(self, folder: Path) -> dict[str, Any]:
+        """Return what vLLM's processes need to know of exact prefixes, which are kept in this folder, as plain data."""
+        limits = {"disk_bytes": self.prefix_gib, "bytes_per_hour": self.prefix_gib_per_hour}
+        return {"folder": str(folder), **{name: round(gib * (1 << 30)) for name, gib in limits.items()}}
+
 
 class RetrievalConfig(Section):
     """How a question finds its chunks."""
@@ -137,6 +147,10 @@ class AnswerConfig(Section):
     budget: float = Field(0.05, ge=0, le=1)
     """Share of the cached tokens to recompute (not for `none` and `full`)"""
     top_k: int = Field(6, ge=1, le=100, description="Chunks to retrieve")
+    prefix: Literal["auto", "session", "shared", "once"] = "auto"
+    """What of a request is kept as an exact prefix when it ends (`store.prefix_gib`), unless it says so itself: what
+    has come back before (auto), all for the user goes on from here (session), the prompt for others begin with it too
+    (shared), or nothing (once)"""
     controller: bool = True
     """Let vLLM prefill whatever it prefills faster than fusion would take, by a profile that `ragkv index`, `serve` and
     `profile` measure once for each machine, model, codec and policy"""

@@ -7,9 +7,7 @@ conversation alone, so that the next turn drops the same. Turns also go until th
 the context, if they need it: an answer without sources would be worse than one that has forgotten an old turn.
 """
 
-import hashlib
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -93,46 +91,6 @@ def _without(hits: Sequence[Hit], placed: Sequence[Sequence[Hit]]) -> list[Hit]:
 
 def _size(placed: Sequence[Sequence[Hit]]) -> int:
     return sum(len(hit.chunk.token_ids) for turn in placed for hit in turn)
-
-
-class ConversationSalts:
-    """The salts under which vLLM caches the KV of conversations that may continue.
-
-    Fused KV was made for one question, so that only the conversation that asked it may build upon it: the first that
-    continues takes the salt with it. Losing one costs time only.
-    """
-
-    def __init__(self, size: int = 4096) -> None:
-        self._salts: OrderedDict[str, str] = OrderedDict()
-        self._taken: OrderedDict[str, None] = OrderedDict()
-        self._size = size
-
-    def take(self, turns: Sequence[Turn], *context: object) -> str | None:
-        """Take out the salt of the conversation that came to these turns in this context."""
-        salt = self._salts.pop(_key(turns, context), None)
-        if salt is not None:
-            self._taken[salt] = None
-            if len(self._taken) > 4 * self._size:
-                self._taken.popitem(last=False)
-        return salt
-
-    def keep(self, salt: str, turns: Sequence[Turn], *context: object, inherited: bool) -> None:
-        """Keep the salt of a conversation for its next turn. inherited: whether `take` gave it to this conversation.
-
-        Whoever asks a first question again gets the salt of the conversation that continued from it, and must not
-        continue under it.
-        """
-        if salt in self._taken and not inherited:
-            return
-        self._salts[_key(turns, context)] = salt
-        if len(self._salts) > self._size:
-            self._salts.popitem(last=False)
-
-
-def _key(turns: Sequence[Turn], context: Sequence[object]) -> str:
-    # Clients may strip the answers that they were given.
-    said = [(turn.question.strip(), turn.answer.strip()) for turn in turns]
-    return hashlib.blake2b(repr((said, context)).encode(), digest_size=16).hexdigest()
 
 
 def in_one_turn(layout: PromptLayout, conversation: Conversation, hits: Sequence[Hit], room: int) -> Conversation:

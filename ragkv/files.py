@@ -41,12 +41,13 @@ def sync_folder(path: Path) -> None:
 
 
 class Database:
-    """A connection to a file of SQLite, which threads may share. Opening it makes the file if there is none.
+    """A connection to a file of SQLite, or with `:memory:` to none, which threads may share. Opening it makes the file
+    if there is none.
 
     Raises nothing but sqlite3.Error, also if another process writes for longer than a minute.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | str) -> None:
         self._lock = threading.RLock()
         self.connection = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
 

@@ -62,7 +62,12 @@ class Generation:
             sampling["logprobs"] = NUM_LOGPROBS
         self._submitted_at = self._submitted_at or time.perf_counter()
         outputs = engine.generate(
-            request.prompt.token_ids, request.task, max_tokens=options.max_tokens, salt=request.salt, **sampling
+            request.prompt.token_ids,
+            request.task,
+            max_tokens=options.max_tokens,
+            salt=request.salt,
+            prefix=request.prefix,
+            **sampling,
         )
         async with aclosing(outputs):
             async for output in outputs:
@@ -109,7 +114,7 @@ class Generation:
             _usage(request.prompt, self.output, len(self.tokens)),
             Timings(
                 retrieve_ms=1e3 * (self._submitted_at - self._begun_at),
-                load_ms=stages.load_ms,
+                load_ms=stages.load_ms + stages.prefix_ms,
                 probe_ms=stages.probe_ms,
                 recompute_ms=stages.recompute_ms,
                 ttft_ms=1e3 * (self._first_token_at - self._submitted_at) if self.tokens else 0.0,
@@ -131,9 +136,11 @@ def _usage(prompt: Prompt, output: EngineOutput, num_completion_tokens: int) -> 
     if report is None or report.failed:
         prefix = 0 if report else output.num_cached_tokens
         return Usage(num_tokens, prefix, 0, num_tokens - prefix, num_completion_tokens)
-    memory = sum(end - start for start, end, in_memory in report.tokens.loaded if in_memory)
-    recomputed = report.tokens.recomputed + 1
-    return Usage(num_tokens, report.tokens.prefix, report.tokens.reused, recomputed, num_completion_tokens, memory)
+    tokens = report.tokens
+    memory = sum(end - start for start, end, in_memory in tokens.loaded if in_memory)
+    prefix = tokens.prefix + tokens.exact
+    recomputed = num_tokens - prefix if report.policy is None else tokens.recomputed + 1
+    return Usage(num_tokens, prefix, tokens.reused, recomputed, num_completion_tokens, memory, tokens.exact)
 
 
 def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -> TokenOrigins:
@@ -149,7 +156,7 @@ def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -
         kinds[start:end] = ["memory" if in_memory else "disk"] * (end - start)
     for start, end in fused.recomputed_runs:
         kinds[start:end] = ["recomputed"] * (end - start)
-    num_prefix = fused.prefix if report else output.num_cached_tokens
+    num_prefix = fused.prefix + fused.exact if report else output.num_cached_tokens
     kinds[:num_prefix] = ["prefix"] * num_prefix
     kinds[-1] = "computed"
     runs, start = [], 0

@@ -18,6 +18,7 @@ from ragkv.config import MAIN, TENANT_NAME
 from ragkv.errors import BusyError, ConfigError, StoreError
 from ragkv.retriever.catalog import Catalog
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.prefixes import clear_prefixes
 
 # Rows of the catalogue: how many contexts a chunk is precomputed in, and the hash of the anchor before it.
 NUM_CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
@@ -38,7 +39,7 @@ class Home:
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
-        self.kv = self.path / "kv"
+        self.kv, self.prefixes = self.path / "kv", self.path / "prefixes"
         self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
 
     def folder(self, tenant: str) -> Path:
@@ -73,7 +74,11 @@ class Home:
         return catalog
 
     def open_store(self, **options: Any) -> DiskStore:
-        return DiskStore(self.kv, **options)
+        """Open the store of chunks' KV. Where it deletes chunks, it deletes all exact prefixes: any may have their
+        text."""
+        store = DiskStore(self.kv, **options)
+        store.clear_derived = lambda: clear_prefixes(self.prefixes)
+        return store
 
     def catalogs(self) -> Iterator[Catalog]:
         """Yield every tenant's catalogue, open until the next one."""

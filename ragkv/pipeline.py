@@ -26,6 +26,7 @@ from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
+from ragkv.store import prefixes
 from ragkv.store.eviction import Hint
 from ragkv.store.tier import RemoteTier
 from ragkv.workspace import Search, Workspace
@@ -89,6 +90,7 @@ class Pipeline:
         for pipeline in (self, *self._siblings):
             await pipeline._restorer.close()
             await pipeline.canary.close()
+            pipeline._router.close()
         await self.workspace.close()
 
     async def ingest(
@@ -137,7 +139,7 @@ class Pipeline:
         conversation = asked if isinstance(asked, Conversation) else Conversation(asked)
         with self.workspace.idle.answering():
             engine = await self.workspace.start()
-            begun_at = time.perf_counter()
+            begun_at, generation_before = time.perf_counter(), prefixes.generation(self.workspace.home.prefixes)
             conversation, fitted = await asyncio.to_thread(self._retrieve, conversation, options, engine.max_model_len)
             left = engine.max_model_len - len(fitted.prompt.token_ids)
             options = replace(options, max_tokens=min(options.max_tokens, left))
@@ -147,7 +149,7 @@ class Pipeline:
             generation: Generation | None = None
             while generation is None or self._is_rejected(generation, options):
                 options = options if generation is None else replace(options, policy=raised(options.policy))
-                request = self._router.route(conversation, options, fitted, engine)
+                request = self._router.route(conversation, options, fitted, engine, generation_before)
                 generation = Generation(request, options, begun_at, generation)
                 async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
                     async for event in events:

@@ -12,12 +12,13 @@ from ragkv.answer import AnswerOptions, Conversation, Turn
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN
 from ragkv.controller.cost_model import Chunk, Plan, Profile, plan
-from ragkv.conversation import ConversationSalts, Fitted
+from ragkv.conversation import Fitted
 from ragkv.engine.engine import Engine
-from ragkv.engine.task import FuseTask
+from ragkv.engine.task import FuseTask, PrefixUse
 from ragkv.policies import FULL, Policy
 from ragkv.prompt import Prompt
 from ragkv.retriever.hashing import chunk_hash
+from ragkv.salts import ConversationSalts
 from ragkv.store.disk_store import DiskStore
 from ragkv.workspace import Workspace
 
@@ -32,6 +33,7 @@ class Request:
     vLLM's prefix cache; None shares it. continues: whether the salt is the one of the conversation's previous turn.
     missing: hashes of chunks without KV; empty if there is a task, for then the worker reports them. without_mean:
     hashes of chunks whose mean over contexts isn't stored, though the prompt could use it (`ChunkKV.without_mean`).
+    prefix: what of it is kept as an exact prefix, and when one is loaded.
     """
 
     fitted: Fitted
@@ -43,6 +45,7 @@ class Request:
     continues: bool
     missing: tuple[str, ...]
     without_mean: tuple[str, ...]
+    prefix: PrefixUse
 
     @property
     def prompt(self) -> Prompt:
@@ -62,11 +65,16 @@ class Router:
 
     def __init__(self, workspace: Workspace, tenant: str) -> None:
         self._workspace, self._tenant = workspace, tenant
-        self._salts = ConversationSalts()
+        self._salts = ConversationSalts(workspace.home.folder(tenant) / "conversations.sqlite")
         self.profile: Profile | None = None
 
-    def route(self, asked: Conversation, options: AnswerOptions, fitted: Fitted, engine: Engine) -> Request:
-        """Decide how a fitted question is answered. Takes the conversation's salt: `keep` gives it back."""
+    def route(
+        self, asked: Conversation, options: AnswerOptions, fitted: Fitted, engine: Engine, generation: int
+    ) -> Request:
+        """Decide how a fitted question is answered. Takes the conversation's salt: `keep` gives it back.
+
+        generation: of the stored prefixes, before the question was fitted.
+        """
         store, kv = self._workspace.store, self._workspace.chunk_kv(engine)
         hashes = [hit.chunk.chunk_hash for hit in fitted.hits]
         requested = kv.task(fitted.prompt, hashes, options.policy, store)
@@ -87,6 +95,7 @@ class Router:
             continues=inherited is not None,
             missing=tuple(s.chunk_hash for s in left if not store.contains(kv.key(s))),
             without_mean=tuple(kv.without_mean(requested)),
+            prefix=self._prefix(options, fitted.prompt, generation, continues=inherited is not None),
         )
 
     def keep(self, request: Request, asked: Conversation, options: AnswerOptions, answer: str) -> None:
@@ -97,6 +106,18 @@ class Router:
         if request.salt is not None and request.policy.recomputes_some and self._may_continue(options):
             turns = [*asked.turns, Turn(asked.question, answer)]
             self._salts.keep(request.salt, turns, *_context(asked, options), inherited=request.continues)
+
+    def close(self) -> None:
+        self._salts.close()
+
+    def _prefix(self, options: AnswerOptions, prompt: Prompt, generation: int, *, continues: bool) -> PrefixUse:
+        """Return what of the request is kept, unless it says so itself: all of a conversation that has gone on once."""
+        if options.fresh:
+            return PrefixUse("once")
+        num_tokens, prefill_ms = len(prompt.token_ids), None
+        if self.profile is not None:
+            prefill_ms = 1e3 * self.profile.prefill_ms(num_tokens) / num_tokens
+        return PrefixUse(options.keep or ("session" if continues else None), generation, prefill_ms)
 
     def _may_continue(self, options: AnswerOptions) -> bool:
         """Return whether a turn's prompt begins with the one before, so that vLLM's prefix cache may have its KV."""

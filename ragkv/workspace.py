@@ -148,9 +148,14 @@ class Workspace:
                 await engine.close()
             if self.engine is None:
                 report(f"starting vLLM with {self.config.model.name}")
-                model = self.config.model
+                model, store = self.config.model, self.config.store
                 self.engine = await Engine.start(
-                    self.folder, model, self.home.kv, self.owner.fingerprint, self.config.store.worker_options()
+                    self.folder,
+                    model,
+                    self.home.kv,
+                    self.owner.fingerprint,
+                    store.worker_options(),
+                    store.prefix_options(self.home.prefixes),
                 )
                 self.main.catalog.put_setting(_UNSUPPORTED_SETTING, self.engine.unsupported or "")
             return self.engine

@@ -54,10 +54,10 @@ class KVStore(Protocol):
 
     codec: Codec
 
-    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
+    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]]) -> None:
         """Store or replace entries: all are durable when the call returns. Of a process that is killed, some may be.
 
-        codec: how, in place of the store's own. Raises StoreError, having stored nothing, if there is no space.
+        Raises StoreError, having stored nothing, if there is no space.
         """
         ...
 

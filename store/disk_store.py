@@ -64,13 +64,21 @@ class DiskStore:
         self._last_change = 0  # of the files, when the pool was compared with them
         # Called with the chunks that `delete` is about to delete, for who has copies of them.
         self.before_delete: Callable[[Sequence[str]], None] | None = None
+        # Called where chunks are deleted or cleared: deletes what else was computed of their text.
+        self.clear_derived: Callable[[], object] = lambda: None
 
-    def put(self, chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]], codec: str | None = None) -> None:
-        chunks, wanted = list(chunks), CODECS[codec] if codec else self.codec
-        lengths = [[record_bytes(kv, wanted) for kv in layers] for _, layers in chunks]
+    def put(
+        self,
+        chunks: Iterable[tuple[ChunkKey, Sequence[LayerKV]]],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """is_wanted: asked once no other process can delete anything; False stores nothing."""
+        chunks = list(chunks)
+        lengths = [[record_bytes(kv, self.codec) for kv in layers] for _, layers in chunks]
         self._put(
-            ((key, [encode(key.layer(i), kv, wanted) for i, kv in enumerate(layers)]) for key, layers in chunks),
+            ((key, [encode(key.layer(i), kv, self.codec) for i, kv in enumerate(layers)]) for key, layers in chunks),
             list(map(entry_bytes, lengths)),
+            is_wanted,
         )
 
     def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
@@ -82,7 +90,12 @@ class DiskStore:
             check(key.layer(i), record)
         self._put([(key, records)], [entry_bytes([*map(len, records)])])
 
-    def _put(self, chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]], sizes: Sequence[int]) -> None:
+    def _put(
+        self,
+        chunks: Iterable[tuple[ChunkKey, Sequence[bytes | memoryview]]],
+        sizes: Sequence[int],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Write files without names, then rows, then give the files their names: so every file has a row.
 
         What another process deletes in between gets no name.
@@ -91,6 +104,8 @@ class DiskStore:
         with self._errors("write to"):
             try:
                 with self._usage.writing():
+                    if not is_wanted():
+                        return
                     self._usage.write_counts()
                     fits = self._make_room(sizes)
                     for (key, records), size_bytes, has_room in zip(chunks, sizes, fits, strict=True):
@@ -227,6 +242,7 @@ class DiskStore:
         """
         num_deleted, chunk_hashes = 0, list(chunk_hashes)
         with self._errors("delete from"), self._usage.writing():
+            self.clear_derived()
             if self.before_delete is not None:
                 self.before_delete(chunk_hashes)
             for chunk_hash in chunk_hashes:
@@ -243,6 +259,18 @@ class DiskStore:
             self.entries.delete(keys)
             for key in keys:
                 self._usage.forget(key.prefix())
+
+    def delete_all(self, begin: Callable[[], None]) -> int:
+        """Delete every entry, also those that a process is just writing. Returns how many that were.
+
+        begin: called once nobody else can write; what `put` stores after it has asked `is_wanted` comes later.
+        """
+        with self._errors("delete from"), self._usage.writing():
+            begin()
+            keys = list(self.entries)
+            self.entries.delete(keys)
+            self._usage.forget(b"")  # all: what isn't known any more gets no name
+        return len(keys)
 
     def discard(self, key: ChunkKey) -> None:
         self.control.clear([key])

@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizer import CHATML, save_tokenizer
 
 from ragkv.answer import Conversation, Turn
-from ragkv.conversation import ConversationSalts, fit, in_one_turn, recent
+from ragkv.conversation import fit, in_one_turn, recent
 from ragkv.errors import ContextTooLongError
 from ragkv.prompt import PromptLayout
 from ragkv.retriever.catalog import Chunk
@@ -225,26 +225,3 @@ def test_each_turn_begins_with_the_one_before_until_the_context_is_full(layout, 
         before = [*tokens, *layout._plain.encode(answer)]
         turns.append(Turn(question, answer))
     assert kept >= 4
-
-
-def test_only_the_first_that_goes_on_takes_the_thread():
-    threads, turns = ConversationSalts(size=2), [Turn("a", "b")]
-    threads.keep("salt", turns, "query:0.1", inherited=False)
-    assert threads.take(turns, "query:0.2") is None
-    assert threads.take([Turn("a", "c")], "query:0.1") is None
-    assert threads.take([Turn(" a", "b\n")], "query:0.1") == "salt"
-    assert threads.take(turns, "query:0.1") is None
-    for i in range(3):
-        threads.keep(f"salt {i}", [Turn(f"{i}", "b")], inherited=False)
-    assert [threads.take([Turn(f"{i}", "b")]) for i in range(3)] == [None, "salt 1", "salt 2"]
-
-
-def test_who_asks_the_first_question_again_does_not_go_on_with_a_salt_that_was_taken():
-    threads, first = ConversationSalts(), [Turn("a", "b")]
-    threads.keep("salt", first, inherited=False)
-    assert threads.take(first) == "salt"
-    threads.keep("salt", first, inherited=False)  # another, with the same first question and so the same salt
-    assert threads.take(first) is None
-    second = [*first, Turn("c", "d")]
-    threads.keep("salt", second, inherited=True)
-    assert threads.take(second) == "salt"

@@ -17,7 +17,7 @@ ONLY_IN = {
     "vllm": ("ragkv/engine/", "evals/workloads/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
-    "sqlite3": ("ragkv/files.py", "retriever/catalog.py"),
+    "sqlite3": ("ragkv/files.py", "ragkv/salts.py", "retriever/catalog.py"),
     "obstore": ("store/remote.py",),
     "lmdb": ("store/opening.py", "store/table.py", "store/usage.py"),
     "bm25s": ("retriever/keywords.py",),

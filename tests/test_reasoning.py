@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from ragkv.answer import AnswerOptions, Delta, Reasoning
+from ragkv.engine.task import PrefixUse
 from ragkv.generation import Generation
 from ragkv.policies import FULL
 from ragkv.prompt import Prompt
@@ -86,7 +87,7 @@ def test_a_generation_keeps_reasoning_and_answer_apart():
 
     fitted = Fitted()
     fitted.prompt = prompt
-    request = Request(fitted, None, None, FULL, None, None, False, (), ())
+    request = Request(fitted, None, None, FULL, None, None, False, (), (), PrefixUse())
     generation = Generation(request, AnswerOptions(FULL, 1, 8), 0.0)
 
     async def texts():

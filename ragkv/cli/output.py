@@ -195,7 +195,8 @@ def _timing_rows(answers: Sequence["Answer"]) -> Iterable[tuple[str, list[float]
     yield "  reused", [usage.reused_tokens for usage in usages], "tokens"
     yield "  found in memory", [usage.memory_tokens for usage in usages], "tokens"
     yield "  recomputed", [usage.recomputed_tokens for usage in usages], "tokens"
-    yield "  in vLLM's prefix cache", [usage.prefix_tokens for usage in usages], "tokens"
+    yield "  as an earlier prompt began", [usage.prefix_tokens for usage in usages], "tokens"
+    yield "    of these from the disk", [usage.stored_prefix_tokens for usage in usages], "tokens"
     yield "answer", [usage.completion_tokens for usage in usages], "tokens"
 
 

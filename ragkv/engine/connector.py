@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from ragkv.engine.exact import ExactKV
 from ragkv.engine.loader import KVLoader
-from ragkv.engine.prefixes import Prefixes
-from ragkv.engine.scheduler import SchedulerSide, StepReports, StepWork
+from ragkv.engine.prefixes import Prefixes, Reuse, WriteBudget
+from ragkv.engine.scheduler import PrefixRules, SchedulerSide, StepReports, StepWork
 from ragkv.engine.subset import SubsetForward
 from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.engine.worker import WorkerSide
 from ragkv.kernels.dispatch import choose
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import EntryFolder
+from ragkv.store.prefixes import generation, open_prefixes
 from ragkv.store.record import FORMAT_VERSION, ChunkKey
 
 if TYPE_CHECKING:
@@ -51,9 +54,8 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler = SchedulerSide()
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._find_prefixes(), saves=self._extra.get("prefixes", False))
+        self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        self._scheduler = SchedulerSide(self._prefix_rules() if role == KVConnectorRole.SCHEDULER else None)
         self._worker: WorkerSide | None = None  # once `attach` has been called
         self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
@@ -61,7 +63,7 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def attach(self, model: Any, device: Any) -> str | None:
         """Give the worker's side its model. Returns why its KV can't be fused, None if it can."""
-        extra = self._kv_transfer_config.kv_connector_extra_config
+        extra = self._extra
         try:
             check_layout(self._vllm_config, self._kv_cache_config)
             subset = SubsetForward(model, self._vllm_config, self._kv_cache_config, device)
@@ -72,22 +74,32 @@ class RagKVConnector(KVConnectorBase_V1):
         pinned = subset.device.type == "cuda"
         self.store = store = DiskStore(Path(extra["store"]), **extra["store_options"], pinned=pinned)
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        self._worker = WorkerSide(KVLoader(subset, rotations, store, extra["fingerprint"], kernels), max_tokens)
+        loader = partial(KVLoader, subset, rotations, fingerprint=extra["fingerprint"], kernels=kernels)
+        exact, limit = None, _prefix_bytes(extra)
+        if limit and (prefixes := open_prefixes(Path(extra["prefixes"]["folder"]), limit)) is not None:
+            exact = ExactKV(loader(store=prefixes), prefixes, limit)
+        self._worker = WorkerSide(loader(store=store), max_tokens, exact)
         return None
 
-    @property
-    def _extra(self) -> dict[str, Any]:
-        return dict(self._kv_transfer_config.kv_connector_extra_config)
-
-    def _find_prefixes(self) -> Prefixes | None:
-        """Return what looks up exact prefixes; None for models whose blocks aren't all alike or of one worker."""
-        groups = self._kv_cache_config.kv_cache_groups
+    def _prefix_rules(self) -> PrefixRules | None:
+        """Return the rules for exact prefixes; None if they aren't wanted, and for models whose blocks aren't all alike
+        or belong to several workers."""
+        groups, extra = self._kv_cache_config.kv_cache_groups, self._extra
         parallel = self._vllm_config.parallel_config
-        if len(groups) != 1 or parallel.world_size != 1:
+        if not _prefix_bytes(extra) or len(groups) != 1 or parallel.world_size != 1:
             return None
-        entries = EntryFolder(Path(self._extra["store"]) / f"v{FORMAT_VERSION}")
+        folder, spec = Path(extra["prefixes"]["folder"]), groups[0].kv_cache_spec
         heads = (0, self._vllm_config.model_config.get_num_kv_heads(parallel))
-        return Prefixes(entries, self._extra["fingerprint"], heads, groups[0].kv_cache_spec.block_size)
+        stored = Prefixes(
+            EntryFolder(folder / f"v{FORMAT_VERSION}"),
+            partial(generation, folder),
+            extra["fingerprint"],
+            heads,
+            spec.block_size,
+        )
+        bytes_per_token = spec.page_size_bytes * len(groups[0].layer_names) // spec.block_size
+        budget = WriteBudget(extra["prefixes"]["bytes_per_hour"])
+        return PrefixRules(stored, Reuse(spec.block_size), budget, bytes_per_token)
 
     # Scheduler
 
@@ -164,6 +176,11 @@ class WorkerExtension:
         """Give up entries in memory. Returns the bytes that they took."""
         store = _store()
         return store.release(_keys(names)) if store else 0
+
+
+def _prefix_bytes(extra: dict[str, Any]) -> int:
+    """Return how much of the disk exact prefixes may take, 0 if none are wanted."""
+    return int(extra.get("prefixes", {}).get("disk_bytes", 0))
 
 
 def _store() -> DiskStore | None:

@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 from ragkv.config import ModelConfig
 from ragkv.engine.task import (
-    PREFIX_KEY,
     FuseTask,
     MeanTask,
     PrecomputeTask,
+    PrefixUse,
     Report,
     ScoreTask,
     Task,
     report_from_params,
-    task_to_params,
+    to_params,
 )
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
 from ragkv.store.record import ChunkKey
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _CONNECTOR_MODULE = "ragkv.engine.connector"
 _POLL_S = 1.0  # between checks that vLLM's processes live
 _CLOSE_S = 25.0  # for vLLM's processes to end by themselves: one that is killed leaves its shared memory behind
+_UNUSED = PrefixUse("once")
 _T = TypeVar("_T")
 
 
@@ -77,15 +78,23 @@ class Engine:
         store: Path,
         fingerprint: str,
         store_options: Mapping[str, Any] | None = None,
+        prefixes: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> "Engine":
         """Start vLLM's processes and load the model, which takes seconds to minutes.
 
-        store_options: of `DiskStore`. engine_args: passed to vLLM as they are. Raises ModelError.
+        store_options: of `DiskStore`. prefixes: where exact prefixes are kept (`StoreConfig.prefix_options`), None:
+        nowhere. engine_args: passed to vLLM as they are. Raises ModelError.
         """
-        options = dict(store_options or {})
+        extra = {
+            "store": str(store),
+            "store_options": dict(store_options or {}),
+            "prefixes": dict(prefixes or {}),
+            "fingerprint": fingerprint,
+            "kernels": config.kernels,
+        }
         try:
-            launch = await asyncio.to_thread(_launcher, model, config, store, fingerprint, options, engine_args)
+            launch = await asyncio.to_thread(_launcher, model, config, extra, engine_args)
             llm = await asyncio.to_thread(launch)
             (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
             await _unless_dead(llm, llm.get_supported_tasks())  # or the first request asks, and waits forever
@@ -106,14 +115,13 @@ class Engine:
         *,
         max_tokens: int,
         salt: str | None = None,
-        prefix: str = "once",
+        prefix: PrefixUse = _UNUSED,
         **sampling: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Decode greedily (unless `sampling` says otherwise) after `token_ids`, piece by piece.
 
         salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
-        prefix: "session" or "shared" saves the KV of the request's full blocks under vLLM's names for them, "once"
-        doesn't; a request that begins alike, with the same salt, loads what is stored of its beginning.
+        prefix: whether its KV is stored exactly when it ends, for requests with the same salt that begin alike.
         Closing the generator aborts the request. Raises EngineStoppedError if vLLM's processes end.
         """
         from vllm import SamplingParams
@@ -126,7 +134,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": {PREFIX_KEY: prefix, **(task_to_params(task) if task else {})}},
+            extra_args={"kv_transfer_params": to_params(task, prefix)},
             **{"temperature": 0.0, **sampling},
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
@@ -233,15 +241,13 @@ class Engine:
             llm.output_processor.propagate_error(EngineDeadError())
 
 
-def _launcher(
-    model: Path, config: ModelConfig, store: Path, fingerprint: str, store_options: dict[str, Any], more: dict[str, Any]
-) -> Callable[[], Any]:
+def _launcher(model: Path, config: ModelConfig, extra: dict[str, Any], more: dict[str, Any]) -> Callable[[], Any]:
     """Import vLLM, and return what starts its processes and returns their client.
 
     To be called in a thread, apart from what it returns: an error that vLLM keeps from its import holds the frames of
     all callers, and so what is in them. A client there would be collected only when vLLM's modules are gone.
     """
-    arguments = _arguments(model, config, store, fingerprint, store_options)
+    arguments = _arguments(model, config, extra)
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -270,10 +276,9 @@ async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
         task.cancel()
 
 
-def _arguments(
-    model: Path, config: ModelConfig, store: Path, fingerprint: str, store_options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return vLLM's engine arguments, and set the environment variables that vLLM reads besides."""
+def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return vLLM's engine arguments, and set the environment variables that vLLM reads besides. extra: for the
+    connector."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(_CLOSE_S / 2)))
@@ -289,12 +294,7 @@ def _arguments(
         kv_connector_module_path=_CONNECTOR_MODULE,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "store": str(store),
-            "store_options": store_options,
-            "fingerprint": fingerprint,
-            "kernels": config.kernels,
-        },
+        kv_connector_extra_config=extra,
     )
     graphs: dict[str, Any] = {"enforce_eager": not config.compile}
     if not config.compile and current_platform.is_cuda_alike():  # decoding a token is launched as one graph

@@ -5,12 +5,23 @@ Knows nothing about KV, stores or the model.
 """
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from ragkv.engine.prefixes import Prefixes
-from ragkv.engine.task import PREFIX_KEY, FuseTask, Job, Report, Span, Task, report_to_params, task_from_params
+from ragkv.engine.prefixes import Prefixes, Reuse, WriteBudget
+from ragkv.engine.task import (
+    FuseTask,
+    Job,
+    Keep,
+    Report,
+    Span,
+    Task,
+    prefix_from_params,
+    report_to_params,
+    task_from_params,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -18,11 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Save:
-    """Segments of a finished request that are to be stored, and the blocks of its tokens."""
+    """Segments of a finished request that are to be stored, and the blocks of its tokens. generation: of the store, if
+    they may be (`ragkv.engine.task.PrefixUse`)."""
 
     request_id: str
     spans: tuple[Span, ...]
     block_ids: list[int]
+    generation: int
+    keep: Keep | None
 
 
 @dataclass
@@ -52,17 +66,27 @@ class StepReports(KVConnectorWorkerMetadata):
         return StepReports({**other.reports, **self.reports}, keeps_prefixes)
 
 
+@dataclass
+class PrefixRules:
+    """What the scheduler's side needs to know of exact prefixes. bytes_per_token: of KV."""
+
+    stored: Prefixes
+    reuse: Reuse
+    budget: WriteBudget
+    bytes_per_token: int
+
+
 class SchedulerSide:
     """Our requests in work.
 
     Each is matched, started once it has blocks, sent to the worker with the next step, reported on, and finished. It
-    may be aborted at any of these. prefixes: where exact ones are looked up, None: nowhere; saves: whether a request's
-    blocks are saved that doesn't say so itself.
+    may be aborted at any of these. prefixes: None stores and loads none.
     """
 
-    def __init__(self, prefixes: Prefixes | None = None, *, saves: bool = False) -> None:
-        self._prefixes, self._saves_all = prefixes, saves
+    def __init__(self, prefixes: PrefixRules | None = None) -> None:
+        self._prefixes = prefixes
         self._worker_keeps = False  # until it says so
+        self._generations: dict[str, int] = {}  # as requests have arrived
         self._matched: dict[str, tuple[Task | None, tuple[Span, ...]]] = {}
         self._saves: list[Save] = []
         self._jobs: dict[str, Job] = {}
@@ -73,7 +97,8 @@ class SchedulerSide:
     def match(self, request: "Request", num_computed: int) -> tuple[int, bool]:
         """Return how many tokens after the `num_computed` are loaded, and that loading is asynchronous.
 
-        That is all of the prompt but its last token, or none if vLLM's prefix cache covers what we could add.
+        That is all of the prompt but its last token, or its stored prefix if there is nothing else for us to do, or
+        none if vLLM's prefix cache covers what we could add.
         """
         task = task_from_params(request.kv_transfer_params)
         report = self.reports.get(request.request_id)
@@ -95,7 +120,11 @@ class SchedulerSide:
     def _find_stored(self, request: "Request", task: Task | None, num_computed: int) -> tuple[Span, ...]:
         if self._prefixes is None or not self._worker_keeps or not isinstance(task, FuseTask | None):
             return ()
-        return self._prefixes.find(request.block_hashes, num_computed, request.num_tokens - 1)
+        stored, use = self._prefixes.stored, prefix_from_params(request.kv_transfer_params)
+        self._generations.setdefault(request.request_id, stored.generation())
+        if not stored.pays(use.prefill_ms):
+            return ()
+        return stored.find(request.block_hashes, num_computed, request.num_tokens - 1)
 
     def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
         """Make the request's job, now that vLLM has given it blocks."""
@@ -115,21 +144,33 @@ class SchedulerSide:
     def keep(self, step: StepReports) -> None:
         """Keep the reports of requests that haven't been aborted in the meantime."""
         self._worker_keeps |= step.keeps_prefixes
+        for report in step.reports.values():
+            if self._prefixes is not None and report.tokens.exact:
+                self._prefixes.stored.timed(report.tokens.exact, report.stages.prefix_ms)
         self.reports.update({id: report for id, report in step.reports.items() if id in self._running})
 
     def save(self, request: "Request", block_ids: list[int]) -> bool:
-        """Have a finished request's blocks saved, if that is wanted. Returns whether vLLM is to keep them meanwhile."""
-        params = request.kv_transfer_params or {}
-        wanted = params.get(PREFIX_KEY, "session" if self._saves_all else "once") != "once"
-        task = task_from_params(params)
-        if self._prefixes is None or not self._worker_keeps or not wanted or not isinstance(task, FuseTask | None):
+        """Have a finished request's blocks stored, as far as that pays. Returns whether vLLM is to keep them meanwhile.
+
+        Those of a request of which vLLM holds nothing exactly, such as a precomputation, aren't.
+        """
+        generation = self._generations.pop(request.request_id, None)
+        if self._prefixes is None or generation is None:
             return False
+        use, stored = prefix_from_params(request.kv_transfer_params), self._prefixes.stored
         num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        num_blocks = min(num_computed // self._prefixes.block_size, len(request.block_hashes), len(block_ids))
-        spans = self._prefixes.missing(request.block_hashes, num_blocks)
+        num_blocks = min(num_computed // stored.block_size, len(request.block_hashes), len(block_ids))
+        hashes = request.block_hashes
+        num_blocks = self._prefixes.reuse.worth(use.keep, hashes, request.num_prompt_tokens, num_blocks)
+        spans = tuple(takewhile(self._may_write, stored.missing(hashes, num_blocks)))
         if spans:
-            self._saves.append(Save(request.request_id, spans, block_ids))
+            since = generation if use.generation is None else use.generation
+            self._saves.append(Save(request.request_id, spans, block_ids, since, use.keep))
         return bool(spans)
+
+    def _may_write(self, span: Span) -> bool:
+        assert self._prefixes is not None
+        return self._prefixes.budget.take((span.end - span.start) * self._prefixes.bytes_per_token)
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns its report as plain data, None if it has none."""

@@ -9,6 +9,12 @@ from ragkv.policies import Policy
 
 TASK_KEY, REPORT_KEY, PREFIX_KEY = "ragkv_task", "ragkv_report", "ragkv_prefix"  # in a request's `kv_transfer_params`
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
+Keep = Literal["session", "shared", "once"]
+KEEPS: dict[str, str] = {
+    "session": "all of the request, for the user will go on from here",
+    "shared": "the prompt, which others will begin with too; it isn't evicted",
+    "once": "nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,20 @@ Task = FuseTask | ScoreTask | PrecomputeTask | MeanTask
 
 
 @dataclass(frozen=True)
+class PrefixUse:
+    """How a request uses exact prefixes (`ragkv.engine.prefixes`).
+
+    keep: what of it is stored when it ends (`KEEPS`); None: what has come back before. generation: of the store when
+    the prompt's text was looked up; nothing is stored if it is another one by then. None: as the request arrives.
+    prefill_ms: what vLLM takes for a thousand tokens; a stored prefix is loaded only if that is quicker. None: always.
+    """
+
+    keep: Keep | None = None
+    generation: int | None = None
+    prefill_ms: float | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A task with the blocks that vLLM gave it.
 
@@ -125,7 +145,8 @@ class TokenReport:
 
 @dataclass
 class StageReport:
-    """Milliseconds in each stage: loading KV, the probe's forward, the recomputation's.
+    """Milliseconds in each stage: loading chunks' KV, the probe's forward, the recomputation's; prefix_ms: loading a
+    stored prefix.
 
     trace: for each pass and layer, if the task asks: the pass's stage, the layer, and when its load began and ended, in
     seconds of `time.perf_counter`, which all processes of a machine share.
@@ -134,6 +155,7 @@ class StageReport:
     load_ms: float = 0.0
     probe_ms: float = 0.0
     recompute_ms: float = 0.0
+    prefix_ms: float = 0.0
     trace: list[tuple[str, int, float, float]] | None = None
 
 
@@ -190,13 +212,20 @@ class Report:
     failed: bool = False
 
 
+_PREFIX_USE = TypeAdapter(PrefixUse)
 _TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])
 _REPORT = TypeAdapter(Report)
 
 
-def task_to_params(task: Task) -> dict[str, Any]:
-    """Return the task as a request's `kv_transfer_params`: plain data."""
-    return {TASK_KEY: _TASK.dump_python(task)}
+def to_params(task: Task | None, prefix: PrefixUse) -> dict[str, Any]:
+    """Return what a request asks of the connector as its `kv_transfer_params`: plain data."""
+    params = {PREFIX_KEY: _PREFIX_USE.dump_python(prefix)}
+    return params if task is None else {**params, TASK_KEY: _TASK.dump_python(task)}
+
+
+def prefix_from_params(params: dict[str, Any] | None) -> PrefixUse:
+    """Return how a request uses prefixes, by its `kv_transfer_params`; the default where they don't say."""
+    return _PREFIX_USE.validate_python(params[PREFIX_KEY]) if params and PREFIX_KEY in params else PrefixUse()
 
 
 def task_from_params(params: dict[str, Any] | None) -> Task | None:

@@ -47,14 +47,16 @@ class WorkerSide:
     as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
     """
 
-    def __init__(self, loader: KVLoader, max_batch_tokens: int) -> None:
+    def __init__(self, loader: KVLoader, max_batch_tokens: int, exact: ExactKV | None = None) -> None:
+        """exact: what stores and loads exact prefixes, None for neither."""
         self.loader = loader
         self._max_batch_tokens = max_batch_tokens
         self._budget = StepBudget(max_batch_tokens)
-        self._fusion, self._precompute, self._exact = Fusion(loader), Precompute(loader), ExactKV(loader)
+        self._fusion, self._precompute, self._exact = Fusion(loader), Precompute(loader), exact
         self._saves: dict[str, Generator[None, None, None]] = {}
         self._saved: set[str] = set()
-        self._has_told = False  # that prefixes can be kept
+        self._keeps_prefixes = exact is not None and exact.can_save
+        self._has_told = not self._keeps_prefixes  # that they can be
         self._fusions: dict[str, tuple[Job, Generator[None, None, Report]]] = {}  # each yields where a step is to end
         self._precomputes: dict[str, Job] = {}
         self._means: dict[str, Average] = {}
@@ -97,29 +99,30 @@ class WorkerSide:
     def _run(self, job: Job) -> Generator[None, None, Report]:
         """Load the job's exact prefix, if one is stored, then do its task."""
         num_loaded = 0
-        if job.stored:
+        if job.stored and self._exact is not None:
             begin = time.perf_counter()
             is_loaded = yield from self._exact.load(job, self._budget)
-            load_ms = 1e3 * (time.perf_counter() - begin)
+            prefix_ms = 1e3 * (time.perf_counter() - begin)
             if not is_loaded and job.task is None:
                 raise StoreError("a stored prefix couldn't be read")
             if is_loaded:
                 num_loaded = job.stored[-1].end - job.num_prefix
                 job = replace(job, num_prefix=job.stored[-1].end)
-        report = Report()
+        report = Report(tokens=TokenReport(prefix=job.num_prefix))
         if job.task is not None:
             run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
             report = yield from run(job, self._budget)
-            report.tokens.prefix -= num_loaded
         if num_loaded:
+            report.tokens.prefix -= num_loaded
             report.tokens.exact = num_loaded
-            report.stages.load_ms += load_ms
+            report.stages.prefix_ms = prefix_ms
         return report
 
     def _save(self, work: "StepWork") -> None:
-        """Copy a segment of each request whose blocks are to be saved; all if nobody waits."""
+        """Copy a segment of each request whose blocks are to be stored; all if nobody waits."""
         for save in work.saves:
-            self._saves[save.request_id] = self._exact.save(save.spans, save.block_ids)
+            assert self._exact is not None  # or the scheduler's side wouldn't ask
+            self._saves[save.request_id] = self._exact.save(save)
         for request_id, copying in list(self._saves.items()):
             for _ in copying:
                 if not self._budget.alone:
@@ -198,10 +201,11 @@ class WorkerSide:
         if self._has_told and not reports:
             return None
         self._has_told = True
-        return StepReports(reports, self._exact.can_save)
+        return StepReports(reports, self._keeps_prefixes)
 
     def close(self) -> None:
-        self._exact.close()
+        if self._exact is not None:
+            self._exact.close()
         self.loader.store.close()
 
 

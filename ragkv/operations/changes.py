@@ -186,8 +186,8 @@ def recode(
 
 
 def clear(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_run: bool = False) -> Clearing:
-    """Delete documents' KV, but for chunks that other documents have. They stay indexed, and their KV is made again
-    once a question finds it missing; it then has the uses and the hint that it had.
+    """Delete documents' KV, but for chunks that other documents have, and all exact prefixes. The documents stay
+    indexed, and their KV is made again once a question finds it missing; it then has the uses and the hint that it had.
 
     tier: the bucket behind the store, where all that is of these chunks is deleted too, also what isn't on the disk;
     None leaves it.
@@ -204,6 +204,8 @@ def clear_all(store: DiskStore, tier: RemoteTier | None, chosen: Chosen, *, dry_
 def _clear(store: DiskStore, tier: RemoteTier | None, hashes: set[str], chosen: Chosen, *, dry_run: bool) -> Clearing:
     if tier is not None and not dry_run:
         tier.note_deletions(hashes)  # first, so that nothing of it is fetched any more
+    if not dry_run:
+        store.clear_derived()
     keys = store.control.keys_of(hashes)
     size_bytes = sum(store.admin.sizes(keys).values()) if dry_run else store.control.clear(keys)
     num_unreached = 0 if tier is None or dry_run else len(tier.delete_pending(hashes))

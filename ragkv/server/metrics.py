@@ -51,6 +51,7 @@ class Metrics:
             "stage_seconds", "Of TTFT and before: retrieve, load, probe, recompute", _STAGE, "stage"
         )
         self.prompt = counter("prompt_tokens", "Where a prompt's KV came from: prefix, reused, recomputed", "source")
+        self.stored = counter("stored_prefix_tokens", "Prompt tokens with the KV of an exact prefix from the disk")
         self.memory = counter("memory_tokens", "Prompt tokens whose stored KV was in memory")
         self.completion = counter("completion_tokens", "Tokens generated")
         self.fallbacks = counter("fallbacks", "Answers with less reuse or fewer sources, by reason", "reason")
@@ -93,6 +94,7 @@ class Metrics:
         for source in ("prefix", "reused", "recomputed"):
             self.prompt.labels(source).inc(getattr(usage, f"{source}_tokens"))
         self.memory.inc(usage.memory_tokens)
+        self.stored.inc(usage.stored_prefix_tokens)
         self.completion.inc(usage.completion_tokens)
         self.rejected.inc(answer.attempts - 1)
         if answer.drift_estimate is not None:

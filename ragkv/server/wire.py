@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +18,7 @@ from starlette.routing import Match
 
 from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Sampling
 from ragkv.config import AnswerConfig
+from ragkv.engine.task import KEEPS
 from ragkv.errors import (
     BusyError,
     ConfigError,
@@ -88,8 +89,13 @@ class Choices(BaseModel):
         description="How the KV of the retrieved chunks is treated from now on when room is needed: "
         + "; ".join(f"`{name}`: {text}" for name, text in HINTS.items()),
     )
+    prefix: Literal["auto", "session", "shared", "once"] | None = Field(
+        None,
+        description="What of the request is kept as an exact prefix for later ones, also after a restart: `auto`: what "
+        "has come back before; " + "; ".join(f"`{name}`: {text}" for name, text in KEEPS.items()),
+    )
     explain: bool = Field(False, description="Report where each prompt token's KV came from")
-    fresh: bool = Field(False, description="Don't use vLLM's prefix cache: times are those of a first request")
+    fresh: bool = Field(False, description="Use no KV of earlier requests: times are those of a first request")
     timeout_s: float | None = Field(
         None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
     )
@@ -112,6 +118,7 @@ class Choices(BaseModel):
             explain=self.explain,
             timeout_s=self.timeout_s or defaults.timeout_s,
             max_drift=self.max_drift or defaults.max_drift,
+            keep=None if (keep := self.prefix or defaults.prefix) == "auto" else keep,
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from ragkv.config import ModelConfig
 from ragkv.engine.connector import WorkerExtension
 from ragkv.engine.engine import Engine
-from ragkv.engine.task import ROOT_HASH, FuseTask, PrecomputeTask, Report, Span
+from ragkv.engine.task import ROOT_HASH, FuseTask, PrecomputeTask, PrefixUse, Report, Span
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
@@ -48,11 +48,17 @@ class Harness:
     def run(self, coroutine):
         return self.runner.run(coroutine)
 
-    async def ask(self, token_ids, task=None, max_tokens=8, salt=None, logprobs=1, prefix="once"):
+    async def ask(self, token_ids, task=None, max_tokens=8, salt=None, logprobs=1, keep="once"):
         result = Result()
         salt = salt or f"test-{next(_salts)}"
         pieces = self.engine.generate(
-            token_ids, task, max_tokens=max_tokens, salt=salt, prefix=prefix, logprobs=logprobs, ignore_eos=True
+            token_ids,
+            task,
+            max_tokens=max_tokens,
+            salt=salt,
+            prefix=PrefixUse(keep),
+            logprobs=logprobs,
+            ignore_eos=True,
         )
         async for output in pieces:
             result.token_ids += output.token_ids

@@ -293,6 +293,7 @@ class Step:
     def __init__(self, jobs=(), aborted=(), num_others=0, num_scheduled=0):
         self.jobs, self.aborted = list(jobs), set(aborted)
         self.num_others, self.num_scheduled = num_others, num_scheduled
+        self.saves = []
 
 
 def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
@@ -303,10 +304,10 @@ def test_a_fusion_goes_before_precomputing_and_means_come_last(loader):
     ended = []
     worker.step(Step(jobs))
     while len(ended) < 3:
-        ended.append(worker.take_finished())
+        ended.append(worker.take_finished()[1])
         worker.step(Step())
     assert ended == [{"r"}, {one.request_id for one in precompute_jobs()}, {"mean"}]
-    assert {id: report.failed for id, report in worker.take_reports().items()} == dict.fromkeys(
+    assert {id: report.failed for id, report in worker.take_reports().reports.items()} == dict.fromkeys(
         ["r", "mean", *(one.request_id for one in precompute_jobs())], False
     )
     assert loader.store.contains(loader.key(mean.span)) and not worker.take_bad_blocks()
@@ -322,7 +323,7 @@ def test_a_mean_is_what_prefill_computes_whoever_attends(loader, tokens, other):
     task = MeanTask(A_SPAN, alone, mean, ((before,), (before,)))
     worker = WorkerSide(loader, 64)
     worker.step(Step([Job("mean", task, ANCHOR + tokens + [0] * 9, BLOCKS, 0)]))
-    while worker.take_finished() is None:
+    while worker.take_finished()[1] is None:
         worker.step(Step())
     for layer, (k, v) in enumerate(expected_kv(ANCHOR + other + tokens)):
         k = loader.forward.rotation.rotate(k[start:].transpose(0, 1), 5 - start)
@@ -338,7 +339,7 @@ def joined(loader, span):
     mean = replace(alone, anchor_hash=alone.mean_hash, mean_hash="")
     worker = WorkerSide(loader, 64)
     worker.step(Step([Job("mean", MeanTask(A_SPAN, alone, mean, ((other,),)), ANCHOR + tokens + [0] * 9, BLOCKS, 0)]))
-    while worker.take_finished() is None:
+    while worker.take_finished()[1] is None:
         worker.step(Step())
     return alone, mean
 
@@ -395,7 +396,7 @@ def test_beside_requests_that_decode_chunks_are_precomputed_by_slices(loader):
     ended = []
     worker.step(Step(jobs, num_others=3, num_scheduled=40))
     while sum(map(len, ended)) < 5:
-        ended.append(worker.take_finished())
+        ended.append(worker.take_finished()[1])
         worker.step(Step(num_others=3, num_scheduled=40))
     assert ended == [{"0", "1"}, {"2", "3"}, {"4"}]
 
@@ -404,17 +405,17 @@ def test_a_fault_of_ours_leaves_the_request_to_vllm(loader, caplog):
     worker = WorkerSide(loader, 64)
     loader.store.contains = lambda key: (_ for _ in ()).throw(StoreError("the disk is on fire"))
     worker.step(Step([job(num_prefix=BLOCK_SIZE)]))
-    assert worker.take_finished() == {"r"} and worker.take_bad_blocks() == set(BLOCKS[1:])
-    report = worker.take_reports()["r"]
+    assert worker.take_finished()[1] == {"r"} and worker.take_bad_blocks() == set(BLOCKS[1:])
+    report = worker.take_reports().reports["r"]
     assert report.failed and report.problem == "the disk is on fire"
-    assert worker.take_finished() is None and not worker.take_reports()
+    assert worker.take_finished()[1] is None and not worker.take_reports()
 
 
 def test_an_aborted_job_is_dropped_wherever_it_waits(loader):
     worker = WorkerSide(loader, 64)
     jobs = [*precompute_jobs(), job("none")]
     worker.step(Step(jobs, aborted={one.request_id for one in jobs}))
-    assert worker.take_finished() == {one.request_id for one in jobs} and not worker.take_reports()
+    assert worker.take_finished()[1] == {one.request_id for one in jobs} and not worker.take_reports()
 
 
 def test_runs_and_slices_of_positions():

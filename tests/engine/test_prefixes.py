@@ -1,75 +1,145 @@
-"""Exact prefixes: saved by one engine, loaded by the next, and never anything but what vLLM would have computed."""
+"""Exact prefixes: stored by one engine, loaded by the next, and never anything but what vLLM would have computed."""
 
 import time
 
 import pytest
 from engine_harness import Harness, assert_same
 
-from ragkv.engine.prefixes import EXACT
+from ragkv.engine.task import PrefixUse
 from ragkv.store.entries import EntryFolder
+from ragkv.store.prefixes import clear_prefixes
 from ragkv.store.record import FORMAT_VERSION
 
 pytestmark = pytest.mark.engine
 
 
-def files_of(store):
-    entries = EntryFolder(store / f"v{FORMAT_VERSION}")
-    return [entries.path(key) for key in entries if key.anchor_hash == EXACT]
+def files_of(folder):
+    entries = EntryFolder(folder / f"v{FORMAT_VERSION}")
+    return [entries.path(key) for key in entries]
 
 
-def wait_for_files(store, number):
+def wait_for_files(folder, number):
     for _ in range(100):
-        if len(files_of(store)) == number:
+        if len(files_of(folder)) == number:
             return
         time.sleep(0.05)
-    assert len(files_of(store)) == number
+    assert len(files_of(folder)) == number
 
 
-def test_a_conversation_goes_on_after_a_restart(runner, smollm, tmp_path, text):
+@pytest.fixture(scope="module")
+def opened(runner, smollm, tmp_path_factory):
+    """Starts engines that keep their prefixes in a folder, one after another."""
+    started = []
+
+    def start(folder):
+        while started:
+            started.pop().close()
+        options = {"folder": str(folder), "disk_bytes": 1 << 30, "bytes_per_hour": 1 << 34}
+        store = tmp_path_factory.mktemp("store")
+        started.append(Harness(runner, smollm, store, max_model_len=4096, prefixes=options))
+        started[0].ask_now([1, 2, 3])  # the worker has said that it can load
+        return started[0]
+
+    yield start
+    while started:
+        started.pop().close()
+
+
+@pytest.fixture(scope="module")
+def harness(opened, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prefixes")
+    found = opened(folder)
+    found.prefixes = folder
+    return found
+
+
+def forget_all(harness):
+    """Have vLLM forget the blocks that it has, as if other requests had needed them."""
+    harness.run(harness.engine._llm.reset_prefix_cache())
+    clear_prefixes(harness.prefixes)
+
+
+def test_damage_costs_a_prefix_and_no_token(harness, text):
+    prompt = text[:900]
+    harness.ask_now(prompt, salt="a", keep="session")
+    wait_for_files(harness.prefixes, 4)
+    expected = harness.ask_now(prompt)
+    for i, path in enumerate(sorted(files_of(harness.prefixes))):
+        data = bytearray(path.read_bytes())
+        data[(2 * i + 1) * len(data) // 11] ^= 1 << i
+        path.write_bytes(data)
+    harness.run(harness.engine._llm.reset_prefix_cache())
+    found = harness.ask_now(prompt, salt="a")
+    assert_same(found, expected)
+    assert found.report.failed and found.report.tokens.exact == 0
+    assert len(files_of(harness.prefixes)) == 3
+
+
+def test_what_comes_back_is_kept(harness, text):
+    """Without being told: an instruction that others begin with too, and a conversation that goes on."""
+    forget_all(harness)
+    instruction = text[3000:3400]
+    for i in range(3):
+        harness.ask_now([*instruction, *text[100 * i : 100 * i + 60]], salt="b", keep=None)
+    wait_for_files(harness.prefixes, 2)  # 256 tokens, and 128 of the next 144
+    told = harness.ask_now(text[:600], salt="c", max_tokens=60, keep=None)
+    harness.ask_now([*text[:600], *told.token_ids, *text[700:800]], salt="c", keep=None)
+    wait_for_files(harness.prefixes, 5)  # 256, 512 and 640 of 766 tokens
+
+
+def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text):
+    forget_all(harness)
+
+    async def ask_and_clear():
+        pieces = harness.engine.generate(text[:600], max_tokens=40, salt="d", prefix=PrefixUse("session"))
+        async for _ in pieces:
+            clear_prefixes(harness.prefixes)
+
+    harness.run(ask_and_clear())
+    harness.ask_now(text[1000:1600], salt="d", keep="session")  # written after it
+    wait_for_files(harness.prefixes, 2)
+    harness.run(harness.engine._llm.reset_prefix_cache())
+    assert harness.ask_now(text[:600], salt="d").report is None
+    assert harness.ask_now(text[1000:1600], salt="d").report.tokens.exact == 512
+
+
+def test_a_slow_disk_isnt_waited_for(harness, text):
+    forget_all(harness)
+    harness.ask_now(text[:900], salt="e", keep="session")
+    wait_for_files(harness.prefixes, 4)
+    harness.run(harness.engine._llm.reset_prefix_cache())
+    assert harness.ask_now(text[:900], salt="e").report.tokens.exact == 896
+    harness.run(harness.engine._llm.reset_prefix_cache())
+    quick = PrefixUse(prefill_ms=1e-6)  # for a thousand tokens
+    assert harness.run(ask_with(harness, text[:900], "e", quick)) is None
+
+
+async def ask_with(harness, token_ids, salt, prefix):
+    report = None
+    async for output in harness.engine.generate(token_ids, max_tokens=1, salt=salt, prefix=prefix):
+        report = output.report or report
+    return report
+
+
+def test_a_conversation_goes_on_after_a_restart(opened, tmp_path, text):
     """Greedy, float32: tokens and log-probabilities are those of an engine that has computed everything."""
-    opened = lambda: Harness(runner, smollm, tmp_path, max_model_len=4096)  # noqa: E731
     first, other = text[:700], text[1000:1600]
-    harness = opened()
-    told = harness.ask_now(first, max_tokens=60, salt="a", prefix="session")
+    harness = opened(tmp_path)
+    told = harness.ask_now(first, max_tokens=60, salt="a", keep="session")
     assert_same(told, harness.ask_now(first, max_tokens=60))
     harness.ask_now(other, salt="a")
     wait_for_files(tmp_path, 3)  # 256, 512 and 640 tokens: 700 of the prompt and 59 of the answer, in blocks of 128
     later = [*first, *told.token_ids, *text[2000:2100]]
     expected = harness.ask_now(later)
     stranger = harness.ask_now(later, salt="b")
-    harness.close()
 
-    harness = opened()
-    try:
-        harness.ask_now(text[:10])  # the worker has said that it can load
-        found = harness.ask_now(later, salt="a", prefix="session")
-        assert_same(found, expected)
-        assert found.report.tokens.exact == 640 and found.report.tokens.prefix == 0
-        assert harness.ask_now(later, salt="b").report is None
-        assert harness.ask_now(other, salt="a").report is None
-        again = harness.ask_now(later, salt="a")  # vLLM's own cache has it
-        assert_same(again, expected)
-        assert again.report is None
-        assert_same(harness.ask_now(later, salt="b"), stranger)
-    finally:
-        harness.close()
-
-
-def test_damage_costs_a_prefix_and_no_token(runner, smollm, tmp_path, text):
-    harness = Harness(runner, smollm, tmp_path, max_model_len=4096)
-    try:
-        prompt = text[:900]
-        harness.ask_now(prompt, salt="a", prefix="session")
-        wait_for_files(tmp_path, 4)
-        expected = harness.ask_now(prompt)
-        for i, path in enumerate(sorted(files_of(tmp_path))):
-            data = bytearray(path.read_bytes())
-            data[(2 * i + 1) * len(data) // 11] ^= 1 << i
-            path.write_bytes(data)
-        harness.run(harness.engine._llm.reset_prefix_cache())
-        found = harness.ask_now(prompt, salt="a")
-        assert_same(found, expected)
-        assert found.report.failed and found.report.tokens.exact == 0
-        assert len(files_of(tmp_path)) == 3
-    finally:
-        harness.close()
+    harness = opened(tmp_path)
+    found = harness.ask_now(later, salt="a", keep="session")
+    assert_same(found, expected)
+    assert found.report.tokens.exact == 640 and found.report.tokens.prefix == 0
+    assert harness.ask_now(later, salt="b").report is None
+    assert harness.ask_now(other, salt="a").report is None
+    again = harness.ask_now(later, salt="a")  # vLLM's own cache has it
+    assert_same(again, expected)
+    assert again.report is None
+    assert_same(harness.ask_now(later, salt="b"), stranger)

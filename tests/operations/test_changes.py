@@ -27,6 +27,7 @@ from ragkv.operations.health import examine
 from ragkv.operations.lookup import TierKV, pages
 from ragkv.operations.selection import Selection, choose
 from ragkv.retriever.hashing import CONTEXTS, mean_hash
+from ragkv.store.prefixes import open_prefixes
 from ragkv.store.record import ChunkKey
 from ragkv.store.remote import Remote
 from ragkv.store.tier import open_tier
@@ -186,9 +187,13 @@ def test_recoding_stops_at_a_full_disk_and_loses_nothing(home, store, monkeypatc
 
 
 def test_clearing_spares_what_others_share_and_the_documents(home, store):
+    prefixes = open_prefixes(home.prefixes, 1 << 30)
+    prefixes.put([(key_of("wax"), LAYERS)])  # a prompt that began with it
     dry = changes.clear(store, None, chosen(home, BEES), dry_run=True)
     before = set(store.keys())
+    assert len(prefixes.keys()) == 1
     done = changes.clear(store, None, chosen(home, BEES))
+    assert prefixes.keys() == []
     assert (done.num_documents, done.num_chunks, done.num_shared, done.size_bytes) == (1, 1, 1, 3 * ENTRY_BYTES)
     assert (dry.num_chunks, dry.size_bytes, dry.dry_run) == (1, 3 * ENTRY_BYTES, True)
     assert {key.chunk_hash for key in before - set(store.keys())} == {hash_of("wax")}

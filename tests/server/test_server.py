@@ -56,6 +56,7 @@ EXPECTED_END = {
         "recomputed_tokens": 5,
         "completion_tokens": 3,
         "memory_tokens": 9,
+        "stored_prefix_tokens": 0,
     },
     "timings": {
         "retrieve_ms": 1.5,

@@ -99,7 +99,11 @@ function verdict(ttft, usage, full) {
       ? `The first token came no faster than ${full.isExpected ? "is expected of a full prefill" : "by full prefill"}.`
       : `The first token came ${ratio.toLocaleString("en", { maximumFractionDigits: 1 })} times as fast as ${prefill}.`,
   ];
-  if (usage.prefix_tokens) sentences.push(`${counted(usage.prefix_tokens, "token")} came from vLLM's prefix cache.`);
+  const inMemory = usage.prefix_tokens - usage.stored_prefix_tokens;
+  if (inMemory) sentences.push(`${counted(inMemory, "token")} came from vLLM's prefix cache.`);
+  if (usage.stored_prefix_tokens) {
+    sentences.push(`${counted(usage.stored_prefix_tokens, "token")} came from an earlier prompt's KV on the disk.`);
+  }
   if (full.usage && full.usage.prompt_tokens !== usage.prompt_tokens) {
     sentences.push(`The documents changed meanwhile: the measured prompt has ${counted(full.usage.prompt_tokens, "token")}.`);
   }

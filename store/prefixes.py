@@ -1,0 +1,67 @@
+"""Exact prefixes on disk: the KV of what requests began with, in a store of its own.
+
+Its entries are segments of prompts (`ragkv.engine.prefixes`), unchanged; those unused longest are evicted first. Any of
+them may have the text of any document. So where a chunk's KV is deleted, all prefixes are, and what requests that have
+begun before would still store is refused.
+"""
+
+import logging
+import os
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+
+from ragkv.errors import StoreError
+from ragkv.store.disk_store import DiskStore
+from ragkv.store.record import FORMAT_VERSION
+
+logger = logging.getLogger(__name__)
+
+_CLEARED = "cleared"  # a file in the folder: its time of change tells when all was deleted last
+
+
+def open_prefixes(folder: Path, disk_bytes: int) -> DiskStore | None:
+    """Open the store, or make it; None, with a warning, where that fails: prefixes aren't kept then.
+
+    disk_bytes: the limit for all entries. What another release has left there is deleted.
+    """
+    try:
+        _remove_other_formats(folder)
+        return DiskStore(folder, "raw", disk_bytes=disk_bytes, eviction="lru")
+    except (StoreError, OSError) as error:
+        logger.warning("prefixes aren't kept: %s", error)
+        return None
+
+
+def generation(folder: Path) -> int:
+    """Return a number that is another one after each `clear_prefixes`, of any process."""
+    try:
+        return (folder / _CLEARED).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def clear_prefixes(folder: Path) -> int:
+    """Delete all prefixes. Returns how many segments that were.
+
+    When it returns no file has them, and none will be stored of a request that had asked for its `generation` before.
+    Raises StoreError if the folder can't be changed.
+    """
+    if not folder.exists():
+        return 0
+    _remove_other_formats(folder)
+    with closing(DiskStore(folder, "raw", eviction="lru")) as store:
+        return store.delete_all(lambda: _begin_anew(folder / _CLEARED))
+
+
+def _begin_anew(file: Path) -> None:
+    file.touch()
+    now = time.time_ns()  # finer than the system's own clock for files
+    os.utime(file, ns=(now, now))
+
+
+def _remove_other_formats(folder: Path) -> None:
+    for other in folder.glob("v*"):
+        if other.name != f"v{FORMAT_VERSION}":
+            shutil.rmtree(other)
