@@ -193,6 +193,29 @@ class Load:
     out: Path | None = option("A picture of it.", None)
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Real conversations that leave vLLM's memory between turns, and after a restart, next to vLLM alone."""
+
+    data: Path = option("Folder that holds sharegpt/.")
+    conversations: int = option("How many, from the first on that has three turns.", 24, least=1)
+    users: int = option("How many talk at a time.", 4, least=1)
+    think_s: float = option("Mean time between an answer and the next question, in seconds.", 0.5, least=0)
+    tokens: int = option("Of an answer.", 16, least=1)
+    kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 6144, least=1024)
+    shared: float = option("Share of the conversations that begin with a common text.", 0.0, least=0, most=1)
+
+
+@dataclass(frozen=True)
+class Analytics:
+    """Many short texts behind one instruction, while it is in memory and after a restart, next to vLLM alone."""
+
+    data: Path = option("Folder that holds tweeteval/.")
+    tokens: tuple[int, ...] = option("Lengths of the instruction, in tokens.", "100,500,2000", parse=whole_numbers)
+    requests: int = option("Of a batch.", 64, least=4)
+    repeats: int = option("Batches of which each median is taken.", 5, least=1)
+
+
 _WORKLOADS, _ROBUSTNESS = "ragkv.evals.workloads", "ragkv.evals.robustness"
 EXPERIMENTS = (
     Experiment("ttft", Ttft, f"{_WORKLOADS}.ttft", tables.ttft, (*VLLM, "embedder")),
@@ -209,5 +232,7 @@ EXPERIMENTS = (
     Experiment("soak", Soak, f"{_ROBUSTNESS}.soak", tables.soak, VLLM[:-1], fails=lambda row: row["problems"]),
     Experiment("uploads", Uploads, f"{_WORKLOADS}.uploads", tables.uploads, VLLM[:-1]),
     Experiment("stalls", Stalls, f"{_WORKLOADS}.stalls", tables.stalls, VLLM[:-1]),
+    Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
+    Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -198,6 +198,42 @@ def stalls(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def chat(rows: Sequence[Row]) -> None:
+    table = Table("", box=None, padding=(0, 2, 0, 0))
+    for name in ("engine", "tokens from", "turns", "TTFT", "p90", "latency", "from memory", "from disk", "turns/s"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for row in rows:
+        times = (f"{row[name]:,.0f} ms" for name in ("ttft_ms", "ttft_p90_ms", "latency_ms"))
+        shares = (_share(row[name]) for name in ("prefix_share", "stored_share"))
+        rate = f"{row['turns_per_s']:g}" if "turns_per_s" in row else ""
+        table.add_row(row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, rate)
+    out.width = max(out.width, _WIDTH)
+    out.print(table)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        row = next(row for row in rows if row["part"] == part)
+        out.print(f"{part}: {row['answers_that_differ']} of {row['answers']} answers differ from vLLM's")
+
+
+def analytics(rows: Sequence[Row]) -> None:
+    columns = ("instruction", "ragkv", "vLLM", "ratio", "restarted: ragkv", "vLLM", "speed-up", "differ")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row['instruction_tokens']:,} tokens",
+            f"{row['ragkv_per_s']:g}/s",
+            f"{row['vllm_per_s']:g}/s",
+            f"{row['throughput_ratio']:.3f}",
+            f"{row['ragkv_restarted_ttft_ms']:,.0f} ms",
+            f"{row['vllm_restarted_ttft_ms']:,.0f} ms",
+            f"{row['restart_speedup']:.1f}×",
+            f"{row['answers_that_differ']} of {row['requests']}",
+        )
+    out.width = max(out.width, _WIDTH)
+    out.print(table)
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 

@@ -79,12 +79,15 @@ class Engine:
         fingerprint: str,
         store_options: Mapping[str, Any] | None = None,
         prefixes: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
         **engine_args: Any,
     ) -> "Engine":
         """Start vLLM's processes and load the model, which takes seconds to minutes.
 
         store_options: of `DiskStore`. prefixes: where exact prefixes are kept (`StoreConfig.prefix_options`), None:
-        nowhere. engine_args: passed to vLLM as they are. Raises ModelError.
+        nowhere. alone: vLLM without the connector, to compare with. engine_args: passed to vLLM as they are. Raises
+        ModelError.
         """
         extra = {
             "store": str(store),
@@ -94,15 +97,21 @@ class Engine:
             "kernels": config.kernels,
         }
         try:
-            launch = await asyncio.to_thread(_launcher, model, config, extra, engine_args)
+            launch = await asyncio.to_thread(_launcher, model, config, None if alone else extra, engine_args)
             llm = await asyncio.to_thread(launch)
-            (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
+            unsupported = "vLLM is alone"
+            if not alone:
+                (unsupported, *_) = await _unless_dead(llm, llm.collective_rpc("ragkv_attach"))
             await _unless_dead(llm, llm.get_supported_tasks())  # or the first request asks, and waits forever
         except Exception as error:  # whatever a loader makes of a damaged file
             raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
-        if unsupported:
+        if unsupported and not alone:
             logger.warning("no fusion for this model, every request gets a full prefill: %s", unsupported)
-        return cls(llm, unsupported)
+        engine = cls(llm, unsupported)
+        if prefixes and not unsupported:  # in whose first step the worker says that it can load them
+            async for _ in engine.generate([0], max_tokens=1, salt=f"start-{uuid.uuid4().hex}"):
+                pass
+        return engine
 
     @property
     def is_ready(self) -> bool:
@@ -241,7 +250,9 @@ class Engine:
             llm.output_processor.propagate_error(EngineDeadError())
 
 
-def _launcher(model: Path, config: ModelConfig, extra: dict[str, Any], more: dict[str, Any]) -> Callable[[], Any]:
+def _launcher(
+    model: Path, config: ModelConfig, extra: dict[str, Any] | None, more: dict[str, Any]
+) -> Callable[[], Any]:
     """Import vLLM, and return what starts its processes and returns their client.
 
     To be called in a thread, apart from what it returns: an error that vLLM keeps from its import holds the frames of
@@ -276,9 +287,9 @@ async def _unless_dead(llm: Any, call: Coroutine[Any, Any, _T]) -> _T:
         task.cancel()
 
 
-def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any]) -> dict[str, Any]:
+def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any] | None) -> dict[str, Any]:
     """Return vLLM's engine arguments, and set the environment variables that vLLM reads besides. extra: for the
-    connector."""
+    connector, None for vLLM alone."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(_CLOSE_S / 2)))
@@ -289,13 +300,16 @@ def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any]) -> dict[
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    transfer = KVTransferConfig(
-        kv_connector="RagKVConnector",
-        kv_connector_module_path=_CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=extra,
-    )
+    connector: dict[str, Any] = {}
+    if extra is not None:
+        connector = {"worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension"}
+        connector["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="RagKVConnector",
+            kv_connector_module_path=_CONNECTOR_MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
     graphs: dict[str, Any] = {"enforce_eager": not config.compile}
     if not config.compile and current_platform.is_cuda_alike():  # decoding a token is launched as one graph
         graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -308,6 +322,5 @@ def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any]) -> dict[
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "worker_extension_cls": f"{_CONNECTOR_MODULE}.WorkerExtension",
-        "kv_transfer_config": transfer,
+        **connector,
     }

@@ -1,0 +1,144 @@
+"""`ragkv eval chat`: real conversations, whose KV leaves vLLM's memory between two turns, next to vLLM alone.
+
+Users talk at the same time, each waiting a while between an answer and the next question. A group of conversations goes
+to the one engine, then to the other, so that both see the same arrivals. The history is what the data has, also its
+answers: of these, KV was computed with the question after them only.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from transformers import AutoTokenizer
+
+from ragkv import models
+from ragkv.config import Config
+from ragkv.engine.engine import Engine
+from ragkv.errors import ConfigError
+from ragkv.evals.beside_vllm import RAGKV, VLLM, Timed, ask, beside_vllm, folder
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Chat
+
+_FILE = Path("sharegpt/sharegpt_multiturn_en.json")
+_BINS = ((0, 1024), (1024, 2048), (2048, 1 << 30))  # tokens of a prompt
+_LEAST_TURNS = 3
+_ROLES = {"human": "user", "gpt": "assistant"}
+_COMMON = "You are a careful assistant. Answer truthfully, say what you don't know, and keep to what was asked. "
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One question, asked of both engines. is_later: not the first of its conversation."""
+
+    token_ids: list[int]
+    is_later: bool
+
+
+async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator[Row]:
+    """Yield a row for each engine and length of prompt, of the talks and of the first turns after a restart."""
+    talks = _talks(config, wanted)
+    asked: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
+    seconds = dict.fromkeys(asked, 0.0)
+    groups = [talks[i : i + wanted.users] for i in range(0, len(talks), wanted.users)]
+    with folder() as temporary:
+        async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
+            for i, group in enumerate(groups):
+                progress.update("conversations", i * wanted.users, len(talks))
+                for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
+                    begin = time.perf_counter()
+                    asked[name] += await _talk(engines[name], group, wanted, random.Random(i))
+                    seconds[name] += time.perf_counter() - begin
+        for row in _rows("talk", asked, wanted, seconds):
+            yield row
+        progress.update("starting both engines again")
+        last: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
+        async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
+            for i, talk in enumerate(talks):
+                for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
+                    last[name].append(await ask(engines[name], talk[-1].token_ids, wanted.tokens, "session"))
+        for row in _rows("after a restart", last, wanted):
+            yield row
+
+
+async def _talk(engine: Engine, group: Sequence[list[_Turn]], wanted: Chat, rng: random.Random) -> list[Timed]:
+    """Let a group of users talk at the same time. Returns all of their turns, in an order that is always the same."""
+    pauses = [[rng.expovariate(1 / wanted.think_s) if wanted.think_s else 0.0 for _ in talk] for talk in group]
+
+    async def one(talk: list[_Turn], waits: list[float]) -> list[Timed]:
+        timed = []
+        for turn, wait in zip(talk, waits, strict=True):
+            await asyncio.sleep(wait)
+            keep = "session" if turn.is_later else None  # as the endpoint does
+            timed.append(await ask(engine, turn.token_ids, wanted.tokens, keep))  # type: ignore[arg-type]
+        return timed
+
+    return sum(await asyncio.gather(*map(one, group, pauses)), [])
+
+
+def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[str, float] | None = None) -> list[Row]:
+    rows = []
+    differing = sum(a.token_ids != b.token_ids for a, b in zip(*asked.values(), strict=True))
+    for low, high in _BINS:
+        for name, all_timed in asked.items():
+            timed = [each for each in all_timed if low <= each.num_tokens < high]
+            if not timed:
+                continue
+            ttfts = sorted(1e3 * each.ttft_s for each in timed)
+            num_tokens = sum(each.num_tokens for each in timed)
+            row: Row = {
+                "part": part,
+                "engine": name,
+                "from_tokens": low,
+                "turns": len(timed),
+                "ttft_ms": round(median(ttfts), 1),
+                "ttft_p90_ms": round(ttfts[int(0.9 * len(ttfts))], 1),
+                "latency_ms": round(median(1e3 * each.total_s for each in timed), 1),
+                "prefix_share": round(sum(each.prefix for each in timed) / num_tokens, 4),
+                "stored_share": round(sum(each.stored for each in timed) / num_tokens, 4),
+                "users": wanted.users,
+                "answers_that_differ": differing,
+                "answers": len(all_timed),
+            }
+            if seconds:
+                row["turns_per_s"] = round(len(all_timed) / seconds[name], 3)
+            rows.append(row)
+    return rows
+
+
+def _talks(config: Config, wanted: Chat) -> list[list[_Turn]]:
+    """Return the first conversations of at least three turns, each up to the last turn that fits."""
+    file = wanted.data / _FILE
+    try:
+        conversations = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"no conversations in {file}: {error.strerror}; name the folder by --data") from error
+    tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.name, config.home))
+    most = min(config.model.max_model_len or wanted.kv_tokens, wanted.kv_tokens) - wanted.tokens - 1
+    talks: list[list[_Turn]] = []
+    for conversation in conversations:
+        messages = [
+            {"role": _ROLES[turn["from"]], "content": turn["value"]}
+            for turn in conversation["conversations"]
+            if turn["from"] in _ROLES
+        ]
+        if len(talks) < wanted.shared * wanted.conversations:
+            messages.insert(0, {"role": "system", "content": _COMMON * 20})
+        talk: list[_Turn] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "user":
+                continue
+            text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False, add_generation_prompt=True)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) > most:
+                break
+            talk.append(_Turn(token_ids, is_later=bool(talk)))
+        if len(talk) >= _LEAST_TURNS:
+            talks.append(talk)
+        if len(talks) == wanted.conversations:
+            break
+    return talks
