@@ -59,10 +59,9 @@ async def run(config: Config, wanted: Analytics, progress: Progress) -> AsyncIte
                 await ask(engine, [1] * 512, _OUT, "once")  # the first forward of such a length is slow in itself
             for num_tokens, asked in prompts.items():
                 first = {name: await ask(engine, asked[-1], _OUT, "once") for name, engine in engines.items()}
+                times = {f"{name.lower()}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
                 yield rows[num_tokens] | {
-                    **{
-                        f"{name.lower()}_restarted_ttft_ms": round(1e3 * each.ttft_s, 1) for name, each in first.items()
-                    },
+                    **{name: round(time_ms, 1) for name, time_ms in times.items()},
                     "stored_tokens": first[RAGKV].stored,
                     "restart_speedup": round(first[VLLM].ttft_s / first[RAGKV].ttft_s, 2),
                 }
@@ -88,7 +87,8 @@ def _prompts(config: Config, wanted: Analytics, num_tokens: int) -> list[list[in
     examples = "".join(
         f"Tweet: {text}\nSentiment: {_LABELS[int(label)]}\n\n" for text, label in zip(shown, labels, strict=True)
     )
-    opening = f"Tell the sentiment of each tweet: negative, neutral or positive.\n\n{examples[: 12 * num_tokens]}"
+    examples = examples[40 * num_tokens :][: 12 * num_tokens]  # others for each length
+    opening = f"{num_tokens} tokens of tweets, which are negative, neutral or positive.\n\n{examples}"
     instruction = tokenizer.encode(opening, add_special_tokens=False)[:num_tokens]
     texts = tokenizer([f"Tweet: {text}\nSentiment:" for text in asked], add_special_tokens=False)["input_ids"]
     return [[*instruction, *text] for text in texts]

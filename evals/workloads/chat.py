@@ -77,7 +77,7 @@ async def _talk(engine: Engine, group: Sequence[list[_Turn]], wanted: Chat, rng:
             timed.append(await ask(engine, turn.token_ids, wanted.tokens, keep))  # type: ignore[arg-type]
         return timed
 
-    return sum(await asyncio.gather(*map(one, group, pauses)), [])
+    return [timed for talk in await asyncio.gather(*map(one, group, pauses)) for timed in talk]
 
 
 def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[str, float] | None = None) -> list[Row]:
