@@ -215,7 +215,7 @@ def chat(rows: Sequence[Row]) -> None:
 
 
 def analytics(rows: Sequence[Row]) -> None:
-    columns = ("instruction", "ragkv", "vLLM", "ratio", "restarted: ragkv", "vLLM", "speed-up", "differ")
+    columns = ("instruction", "ragkv", "vLLM", "ratio", "of TTFT", "restarted: ragkv", "vLLM", "speed-up", "differ")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -225,6 +225,7 @@ def analytics(rows: Sequence[Row]) -> None:
             f"{row['ragkv_per_s']:g}/s",
             f"{row['vllm_per_s']:g}/s",
             f"{row['throughput_ratio']:.3f}",
+            f"{row['ttft_ratio']:.3f}",
             f"{row['ragkv_restarted_ttft_ms']:,.0f} ms",
             f"{row['vllm_restarted_ttft_ms']:,.0f} ms",
             f"{row['restart_speedup']:.1f}×",

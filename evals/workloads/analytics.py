@@ -23,48 +23,61 @@ from ragkv.evals.registry import Analytics
 _LABELS = ("negative", "neutral", "positive")
 _OUT = 2  # tokens of an answer
 _KV_TOKENS = 16384
+_JOINED = 12  # tweets in a prompt without an instruction
 
 
 async def run(config: Config, wanted: Analytics, progress: Progress) -> AsyncIterator[Row]:
-    """Yield a row for each length of the instruction."""
-    prompts = {num_tokens: _prompts(config, wanted, num_tokens) for num_tokens in wanted.tokens}
+    """Yield a row for each length of the instruction, at last one for texts without any, which share nothing."""
+    tweets = _Tweets(config, wanted)
     rows: dict[int, Row] = {}
     with folder() as temporary:
         async with beside_vllm(config, Path(temporary), _KV_TOKENS) as engines:
-            for num_tokens, asked in prompts.items():
+            for num_tokens in (*wanted.tokens, 0):
                 progress.update(f"an instruction of {num_tokens} tokens")
-                rates: dict[str, list[float]] = {RAGKV: [], VLLM: []}
-                for engine in engines.values():  # so that both have it
-                    await _throughput(engine, asked[:4])
-                for i in range(wanted.repeats):
-                    answers = {}
-                    for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
-                        rate, answers[name] = await _throughput(engines[name], asked)
-                        rates[name].append(rate)
-                ratios = sorted(a / b for a, b in zip(rates[RAGKV], rates[VLLM], strict=True))
-                rows[num_tokens] = {
-                    "instruction_tokens": num_tokens,
-                    "requests": len(asked),
-                    "repeats": wanted.repeats,
-                    **{f"{name.lower()}_per_s": round(median(rates[name]), 2) for name in rates},
-                    "throughput_ratio": round(median(ratios), 3),
-                    "ratios": [round(ratio, 3) for ratio in ratios],
-                    "answers_that_differ": sum(
-                        a.token_ids != b.token_ids for a, b in zip(answers[RAGKV], answers[VLLM], strict=True)
-                    ),
-                }
+                rows[num_tokens] = await _compare(engines, tweets, num_tokens, wanted.repeats, progress)
         progress.update("starting both engines again")
         async with beside_vllm(config, Path(temporary), _KV_TOKENS) as engines:
             for engine in engines.values():
                 await ask(engine, [1] * 512, _OUT, "once")  # the first forward of such a length is slow in itself
-            for num_tokens, asked in prompts.items():
-                first = {name: await ask(engine, asked[-1], _OUT, "once") for name, engine in engines.items()}
+            for num_tokens, row in rows.items():
+                prompt = tweets.prompts(num_tokens, wanted.repeats + 1)[0]
+                first = {name: await ask(engine, prompt, _OUT, "once") for name, engine in engines.items()}
                 times = {f"{name.lower()}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
-                yield rows[num_tokens] | {
+                yield row | {
                     **{name: round(time_ms, 1) for name, time_ms in times.items()},
                     "stored_tokens": first[RAGKV].stored,
                     "restart_speedup": round(first[VLLM].ttft_s / first[RAGKV].ttft_s, 2),
                 }
+
+
+async def _compare(
+    engines: dict[str, Engine], tweets: "_Tweets", num_tokens: int, repeats: int, progress: Progress
+) -> Row:
+    """Return how many requests a second each engine answers with the instruction in its memory."""
+    rates: dict[str, list[float]] = {RAGKV: [], VLLM: []}
+    ttfts: dict[str, list[float]] = {RAGKV: [], VLLM: []}
+    differing = 0
+    for engine in engines.values():  # so that both have it, and ragkv has seen it come back
+        await _throughput(engine, tweets.prompts(num_tokens, repeats)[:4])
+        await _throughput(engine, tweets.prompts(num_tokens, repeats)[4:8])
+    for i in range(repeats):
+        answers = {}
+        prompts = tweets.prompts(num_tokens, i)
+        for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
+            rate, answers[name] = await _throughput(engines[name], prompts)
+            rates[name].append(rate)
+            ttfts[name].append(median(each.ttft_s for each in answers[name]))
+        differing += sum(a.token_ids != b.token_ids for a, b in zip(answers[RAGKV], answers[VLLM], strict=True))
+    ratios = sorted(a / b for a, b in zip(rates[RAGKV], rates[VLLM], strict=True))
+    return {
+        "instruction_tokens": num_tokens,
+        "requests": repeats * len(prompts),
+        **{f"{name.lower()}_per_s": round(median(rates[name]), 2) for name in rates},
+        "throughput_ratio": round(median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "ttft_ratio": round(median(a / b for a, b in zip(ttfts[RAGKV], ttfts[VLLM], strict=True)), 3),
+        "answers_that_differ": differing,
+    }
 
 
 async def _throughput(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[Timed]]:
@@ -74,21 +87,36 @@ async def _throughput(engine: Engine, prompts: list[list[int]]) -> tuple[float, 
     return len(prompts) / (time.perf_counter() - begin), answers
 
 
-def _prompts(config: Config, wanted: Analytics, num_tokens: int) -> list[list[int]]:
-    """Return prompts that begin with the same `num_tokens` tokens."""
-    folder = wanted.data / "tweeteval"
-    try:
-        shown = (folder / "val_text.txt").read_text().splitlines()
-        labels = (folder / "val_labels.txt").read_text().split()
-        asked = (folder / "test_text.txt").read_text().splitlines()[: wanted.requests]
-    except OSError as error:
-        raise ConfigError(f"no tweets in {folder}: {error.strerror}; name the folder by --data") from error
-    tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.name, config.home))
-    examples = "".join(
-        f"Tweet: {text}\nSentiment: {_LABELS[int(label)]}\n\n" for text, label in zip(shown, labels, strict=True)
-    )
-    examples = examples[40 * num_tokens :][: 12 * num_tokens]  # others for each length
-    opening = f"{num_tokens} tokens of tweets, which are negative, neutral or positive.\n\n{examples}"
-    instruction = tokenizer.encode(opening, add_special_tokens=False)[:num_tokens]
-    texts = tokenizer([f"Tweet: {text}\nSentiment:" for text in asked], add_special_tokens=False)["input_ids"]
-    return [[*instruction, *text] for text in texts]
+class _Tweets:
+    """Prompts of tweets. Batches, by their number, have different ones."""
+
+    def __init__(self, config: Config, wanted: Analytics) -> None:
+        folder = wanted.data / "tweeteval"
+        try:
+            shown = (folder / "val_text.txt").read_text().splitlines()
+            labels = (folder / "val_labels.txt").read_text().split()
+            self._texts = (folder / "test_text.txt").read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"no tweets in {folder}: {error.strerror}; name the folder by --data") from error
+        self._examples = [
+            f"Tweet: {text}\nSentiment: {_LABELS[int(label)]}\n\n" for text, label in zip(shown, labels, strict=True)
+        ]
+        self._tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.name, config.home))
+        self._wanted = wanted
+
+    def prompts(self, num_tokens: int, batch: int) -> list[list[int]]:
+        """Return prompts that begin with the same `num_tokens` tokens; with 0 ones that share nothing."""
+        size = self._wanted.requests
+        if not num_tokens:
+            texts = self._texts[batch * size * _JOINED :][: size * _JOINED]
+            joined = ["\n".join(texts[i * _JOINED : (i + 1) * _JOINED]) for i in range(size)]
+            return self._tokens([f"{i} of {batch}\n{text}\nSentiment:" for i, text in enumerate(joined)])
+        shown = "".join(self._examples[num_tokens % len(self._examples) :] + self._examples)
+        opening = f"{num_tokens} tokens of tweets, which are negative, neutral or positive.\n\n{shown}"
+        (instruction,) = self._tokens([opening[: 12 * num_tokens]])
+        asked = self._tokens([f"Tweet: {text}\nSentiment:" for text in self._texts[batch * size :][:size]])
+        return [[*instruction[:num_tokens], *tweet] for tweet in asked]
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return found
