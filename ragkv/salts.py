@@ -38,8 +38,11 @@ class ConversationSalts:
         try:
             database.make_durable()
             database.run("PRAGMA synchronous = OFF")  # a power cut may lose or damage it, which costs time
-            # turns: the hash of what was said when it was kept, NULL once it was taken
-            database.run("CREATE TABLE IF NOT EXISTS salts (salt TEXT PRIMARY KEY, turns TEXT, at INTEGER NOT NULL)")
+            # turns: the hash of what was said when it was kept, NULL from when it is taken until it is kept again
+            database.run(
+                "CREATE TABLE IF NOT EXISTS salts "
+                "(salt TEXT PRIMARY KEY, turns TEXT, is_taken INTEGER NOT NULL, at INTEGER NOT NULL)"
+            )
             database.run("CREATE INDEX IF NOT EXISTS by_turns ON salts (turns)")
         except BaseException:
             database.close()
@@ -49,7 +52,7 @@ class ConversationSalts:
     def take(self, turns: Sequence[Turn], *context: object) -> str | None:
         """Take out the salt of the conversation that came to these turns in this context."""
         rows = self._run(
-            "UPDATE salts SET turns = NULL "
+            "UPDATE salts SET turns = NULL, is_taken = 1 "
             "WHERE salt = (SELECT salt FROM salts WHERE turns = ? ORDER BY at DESC LIMIT 1) RETURNING salt",
             _key(turns, context),
         )
@@ -62,13 +65,14 @@ class ConversationSalts:
         continue under it.
         """
         self._run(
-            "INSERT INTO salts VALUES (?, ?, (SELECT coalesce(max(at), 0) + 1 FROM salts)) "
-            "ON CONFLICT (salt) DO UPDATE SET turns = excluded.turns, at = excluded.at WHERE turns IS NOT NULL OR ?",
+            "INSERT INTO salts VALUES (?, ?, 0, (SELECT coalesce(max(at), 0) + 1 FROM salts)) "
+            "ON CONFLICT (salt) DO UPDATE SET turns = excluded.turns, at = excluded.at WHERE NOT is_taken OR ?",
             salt,
             _key(turns, context),
             inherited,
         )
-        self._run("DELETE FROM salts WHERE at <= (SELECT max(at) FROM salts) - ?", self._size)
+        # that one was taken is remembered longer
+        self._run("DELETE FROM salts WHERE at <= (SELECT max(at) FROM salts) - ? * (1 + 3 * is_taken)", self._size)
 
     def _run(self, statement: str, *values: object) -> list[Any]:
         try:

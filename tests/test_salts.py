@@ -50,4 +50,6 @@ def test_who_asks_the_first_question_again_does_not_go_on_with_a_salt_that_was_t
     assert threads.take(first) is None
     second = [*first, Turn("c", "d")]
     threads.keep("salt", second, inherited=True)
+    threads.keep("salt", first, inherited=False)
+    assert threads.take(first) is None
     assert threads.take(second) == "salt"
