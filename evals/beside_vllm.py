@@ -1,5 +1,6 @@
 """Two engines on the same model and memory, ragkv's and vLLM alone, for requests that go to each of them."""
 
+import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator
@@ -36,8 +37,14 @@ async def beside_vllm(config: Config, folder: Path, kv_tokens: int) -> AsyncGene
 
     Raises ModelError for a model that can't be fused.
     """
+    # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     model = models.resolve(config.model.name, config.home)
-    arguments: dict[str, Any] = {"num_gpu_blocks_override": -(-kv_tokens // BLOCK_TOKENS) + 1}
+    limits = (config.model.max_model_len, models.context_length(model), kv_tokens)
+    arguments: dict[str, Any] = {
+        "num_gpu_blocks_override": -(-kv_tokens // BLOCK_TOKENS) + 1,
+        "max_model_len": min(limit for limit in limits if limit is not None),
+    }
     prefixes = config.store.prefix_options(folder / "prefixes")
     async with AsyncExitStack() as stack:
         engines = {}
