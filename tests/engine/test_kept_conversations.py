@@ -1,7 +1,5 @@
 """Conversations of the real pipeline whose prefixes outlive vLLM's cache and the process, in float32."""
 
-import time
-
 import pytest
 
 from ragkv.answer import AnswerOptions, Conversation, Turn
@@ -50,14 +48,6 @@ class Talk:
 
 def kept(config):
     return [file for file in (config.home / "prefixes").rglob("*.kv") if file.is_file()]
-
-
-def wait_for(condition):
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.05)
-    assert condition()
 
 
 @pytest.mark.parametrize("policy", ["full", "guided:0.05"])

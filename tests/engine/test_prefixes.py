@@ -19,7 +19,7 @@ def files_of(folder):
 
 
 def wait_for_files(folder, number):
-    for _ in range(100):
+    for _ in range(600):
         if len(files_of(folder)) == number:
             return
         time.sleep(0.05)
