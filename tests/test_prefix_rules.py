@@ -166,6 +166,19 @@ def test_a_request_is_stored_and_the_next_one_loads_it(store, prefixes):
     assert engine.ask("6", "abcd", prefill_ms=1001.0)[0] == 4
 
 
+def test_a_folder_that_cant_be_read_costs_the_prefixes_only(prefixes, monkeypatch, caplog):
+    engine = Engine(prefixes)
+
+    def broken(key):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(prefixes._entries, "contains", broken)
+    assert engine.ask("1", "abcd", keep="session") == (0, None)
+    engine.side._generations["2"] = 7  # it became so while the request was in work
+    assert not engine.side.save(engine.request("2", "abcd", keep="session"), list(range(5)))
+    assert "can't be looked up" in caplog.text and "isn't kept" in caplog.text
+
+
 def test_nothing_is_stored_before_the_worker_can_or_beyond_the_budget(prefixes):
     engine = Engine(prefixes, bytes_per_hour=3 * BLOCK)
     assert ends(engine.ask("1", "abcd", keep="session")[1].spans) == [(0, 2)]

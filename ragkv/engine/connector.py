@@ -90,8 +90,13 @@ class RagKVConnector(KVConnectorBase_V1):
             return None
         folder, spec = Path(extra["prefixes"]["folder"]), groups[0].kv_cache_spec
         heads = (0, self._vllm_config.model_config.get_num_kv_heads(parallel))
+        try:
+            entries = EntryFolder(folder / f"v{FORMAT_VERSION}")
+        except OSError as error:
+            logger.warning("prefixes aren't kept: %s", error)
+            return None
         stored = Prefixes(
-            EntryFolder(folder / f"v{FORMAT_VERSION}"),
+            entries,
             partial(generation, folder),
             extra["fingerprint"],
             heads,

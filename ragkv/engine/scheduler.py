@@ -4,6 +4,7 @@ Runs in vLLM's scheduler process, which carries `StepWork` to the worker and `St
 Knows nothing about KV, stores or the model.
 """
 
+import logging
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from ragkv.engine.task import (
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,15 @@ class SchedulerSide:
         if self._prefixes is None or not self._worker_keeps or not isinstance(task, FuseTask | None):
             return ()
         stored, use = self._prefixes.stored, prefix_from_params(request.kv_transfer_params)
-        self._generations.setdefault(request.request_id, stored.generation())
-        if not stored.pays(use.prefill_ms):
+        try:
+            self._generations.setdefault(request.request_id, stored.generation())
+            if not stored.pays(use.prefill_ms):
+                return ()
+            return stored.find(request.block_hashes, num_computed, request.num_tokens - 1)
+        except OSError as error:
+            logger.warning("stored prefixes can't be looked up: %s", error)
+            self._generations.pop(request.request_id, None)
             return ()
-        return stored.find(request.block_hashes, num_computed, request.num_tokens - 1)
 
     def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
         """Make the request's job, now that vLLM has given it blocks."""
@@ -162,7 +170,11 @@ class SchedulerSide:
         num_blocks = min(num_computed // stored.block_size, len(request.block_hashes), len(block_ids))
         hashes = request.block_hashes
         num_blocks = self._prefixes.reuse.worth(use.keep, hashes, request.num_prompt_tokens, num_blocks)
-        spans = tuple(takewhile(self._may_write, stored.missing(hashes, num_blocks)))
+        try:
+            spans = tuple(takewhile(self._may_write, stored.missing(hashes, num_blocks)))
+        except OSError as error:
+            logger.warning("the prefix of request %s isn't kept: %s", request.request_id, error)
+            return False
         if spans:
             since = generation if use.generation is None else use.generation
             self._saves.append(Save(request.request_id, spans, block_ids, since, use.keep))

@@ -124,12 +124,19 @@ class WorkerSide:
             assert self._exact is not None  # or the scheduler's side wouldn't ask
             self._saves[save.request_id] = self._exact.save(save)
         for request_id, copying in list(self._saves.items()):
-            for _ in copying:
-                if not self._budget.alone:
-                    break
-            else:
-                del self._saves[request_id]
-                self._saved.add(request_id)
+            try:
+                for _ in copying:
+                    if not self._budget.alone:
+                        break
+                else:
+                    self._end_save(request_id)
+            except Exception:  # any fault of ours costs the prefix
+                logger.exception("the prefix of request %s isn't kept", request_id)
+                self._end_save(request_id)
+
+    def _end_save(self, request_id: str) -> None:
+        del self._saves[request_id]
+        self._saved.add(request_id)
 
     def _advance_fusion(self) -> None:
         """Go on with the oldest fusion or scoring."""
