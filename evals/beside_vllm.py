@@ -31,11 +31,10 @@ class Timed:
     token_ids: tuple[int, ...]
 
 
-@asynccontextmanager
-async def beside_vllm(config: Config, folder: Path, kv_tokens: int) -> AsyncGenerator[dict[str, Engine]]:
-    """Start both engines, each with memory for the KV of so many tokens. folder: where ragkv keeps what it keeps.
+async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool) -> Engine:
+    """Start an engine with memory for the KV of so many tokens; alone: vLLM without ragkv.
 
-    Raises ModelError for a model that can't be fused.
+    folder: where ragkv keeps what it keeps. Raises ModelError for a model that can't be fused.
     """
     # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
@@ -46,22 +45,32 @@ async def beside_vllm(config: Config, folder: Path, kv_tokens: int) -> AsyncGene
         "max_model_len": min(limit for limit in limits if limit is not None),
     }
     prefixes = config.store.prefix_options(folder / "prefixes")
+    engine = await Engine.start(model, config.model, folder / "kv", "0" * 32, {}, prefixes, alone=alone, **arguments)
+    if engine.unsupported and not alone:
+        await engine.close()
+        raise ModelError(f"nothing to measure: {engine.unsupported}")
+    return engine
+
+
+@asynccontextmanager
+async def beside_vllm(config: Config, folder: Path, kv_tokens: int) -> AsyncGenerator[dict[str, Engine]]:
+    """Start both engines; arguments as of `start`."""
     async with AsyncExitStack() as stack:
         engines = {}
         for name, alone in ((RAGKV, False), (VLLM, True)):
-            engines[name] = await Engine.start(
-                model, config.model, folder / "kv", "0" * 32, {}, prefixes, alone=alone, **arguments
-            )
+            engines[name] = await start(config, folder, kv_tokens, alone=alone)
             stack.push_async_callback(engines[name].close)
-        if engines[RAGKV].unsupported:
-            raise ModelError(f"nothing to measure: {engines[RAGKV].unsupported}")
         yield engines
 
 
-async def ask(engine: Engine, token_ids: list[int], max_tokens: int, keep: Keep | None = None) -> Timed:
+async def ask(
+    engine: Engine, token_ids: list[int], max_tokens: int, keep: Keep | None = None, salt: str | None = None
+) -> Timed:
     """Ask greedily, and don't stop before `max_tokens`."""
     begin, first, report, tokens, cached = time.perf_counter(), 0.0, None, list[int](), 0
-    async for output in engine.generate(token_ids, max_tokens=max_tokens, prefix=PrefixUse(keep), ignore_eos=True):
+    async for output in engine.generate(
+        token_ids, max_tokens=max_tokens, salt=salt, prefix=PrefixUse(keep), ignore_eos=True
+    ):
         first = first or time.perf_counter()
         tokens += output.token_ids
         report, cached = output.report or report, output.num_cached_tokens

@@ -207,6 +207,20 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Survival:
+    """Whether conversations get vLLM's own tokens through restarts, kills, eviction and damage to their stored KV."""
+
+    data: Path = option("Folder that holds sharegpt/.")
+    conversations: int = option("How many, from the first on that has three turns.", 100, least=0)
+    users: int = option("How many talk at a time.", 8, least=1)
+    turns: int = option("Of a conversation, at most.", 4, least=2)
+    tokens: int = option("Of an answer.", 24, least=1)
+    kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 2560, least=1024)
+    damages: int = option("How often stored KV is damaged in each way.", 100, least=0)
+    seed: int = option("Of the moments and the damages.", 0, least=0)
+
+
+@dataclass(frozen=True)
 class Analytics:
     """Many short texts behind one instruction, while it is in memory and after a restart, next to vLLM alone."""
 
@@ -233,6 +247,7 @@ EXPERIMENTS = (
     Experiment("uploads", Uploads, f"{_WORKLOADS}.uploads", tables.uploads, VLLM[:-1]),
     Experiment("stalls", Stalls, f"{_WORKLOADS}.stalls", tables.stalls, VLLM[:-1]),
     Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
+    Experiment("survival", Survival, f"{_ROBUSTNESS}.survival", tables.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -265,7 +265,7 @@ def _round(seed: int, lines: list[str], failure: str | None, when: str = "") -> 
 
 def _full_disk(folder: Path, seed: int, progress: Progress) -> Part:
     part = Part("full disk")
-    with _small_disk(folder) as error:
+    with small_disk(folder, _DISK_BYTES) as error:
         if error is not None:
             part.skipped = f"can't mount a small disk: {error}"
             return part
@@ -279,10 +279,10 @@ def fills(folder: Path, seed: int) -> Iterator[Round]:
 
 
 @contextmanager
-def _small_disk(folder: Path) -> Iterator[str | None]:
+def small_disk(folder: Path, num_bytes: int) -> Iterator[str | None]:
     """Mount one; give what the system says where that isn't permitted."""
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

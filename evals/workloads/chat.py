@@ -32,7 +32,7 @@ _COMMON = "You are a careful assistant. Answer truthfully, say what you don't kn
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
     """One question, asked of both engines. is_later: not the first of its conversation."""
 
     token_ids: list[int]
@@ -41,14 +41,14 @@ class _Turn:
 
 async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator[Row]:
     """Yield a row for each engine and length of prompt, of the talks and of the first turns after a restart."""
-    talks = _talks(config, wanted)
+    all_talks = talks(config, wanted)
     asked: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
     seconds = dict.fromkeys(asked, 0.0)
-    groups = [talks[i : i + wanted.users] for i in range(0, len(talks), wanted.users)]
+    groups = [all_talks[i : i + wanted.users] for i in range(0, len(all_talks), wanted.users)]
     with folder() as temporary:
         async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
             for i, group in enumerate(groups):
-                progress.update("conversations", i * wanted.users, len(talks))
+                progress.update("conversations", i * wanted.users, len(all_talks))
                 for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
                     begin = time.perf_counter()
                     asked[name] += await _talk(engines[name], group, wanted, random.Random(i))
@@ -58,18 +58,18 @@ async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator
         progress.update("starting both engines again")
         last: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
         async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
-            for i, talk in enumerate(talks):
+            for i, talk in enumerate(all_talks):
                 for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
                     last[name].append(await ask(engines[name], talk[-1].token_ids, wanted.tokens, "session"))
         for row in _rows("after a restart", last, wanted):
             yield row
 
 
-async def _talk(engine: Engine, group: Sequence[list[_Turn]], wanted: Chat, rng: random.Random) -> list[Timed]:
+async def _talk(engine: Engine, group: Sequence[list[Turn]], wanted: Chat, rng: random.Random) -> list[Timed]:
     """Let a group of users talk at the same time. Returns all of their turns, in an order that is always the same."""
     pauses = [[rng.expovariate(1 / wanted.think_s) if wanted.think_s else 0.0 for _ in talk] for talk in group]
 
-    async def one(talk: list[_Turn], waits: list[float]) -> list[Timed]:
+    async def one(talk: list[Turn], waits: list[float]) -> list[Timed]:
         timed = []
         for turn, wait in zip(talk, waits, strict=True):
             await asyncio.sleep(wait)
@@ -110,7 +110,7 @@ def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[
     return rows
 
 
-def _talks(config: Config, wanted: Chat) -> list[list[_Turn]]:
+def talks(config: Config, wanted: Chat) -> list[list[Turn]]:
     """Return the first conversations of at least three turns, each up to the last turn that fits."""
     file = wanted.data / _FILE
     try:
@@ -119,16 +119,16 @@ def _talks(config: Config, wanted: Chat) -> list[list[_Turn]]:
         raise ConfigError(f"no conversations in {file}: {error.strerror}; name the folder by --data") from error
     tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.name, config.home))
     most = min(config.model.max_model_len or wanted.kv_tokens, wanted.kv_tokens) - wanted.tokens - 1
-    talks: list[list[_Turn]] = []
+    found: list[list[Turn]] = []
     for conversation in conversations:
         messages = [
             {"role": _ROLES[turn["from"]], "content": turn["value"]}
             for turn in conversation["conversations"]
             if turn["from"] in _ROLES
         ]
-        if len(talks) < wanted.shared * wanted.conversations:
+        if len(found) < wanted.shared * wanted.conversations:
             messages.insert(0, {"role": "system", "content": _COMMON * 20})
-        talk: list[_Turn] = []
+        talk: list[Turn] = []
         for i, message in enumerate(messages):
             if message["role"] != "user":
                 continue
@@ -136,9 +136,9 @@ def _talks(config: Config, wanted: Chat) -> list[list[_Turn]]:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             if len(token_ids) > most:
                 break
-            talk.append(_Turn(token_ids, is_later=bool(talk)))
+            talk.append(Turn(token_ids, is_later=bool(talk)))
         if len(talk) >= _LEAST_TURNS:
-            talks.append(talk)
-        if len(talks) == wanted.conversations:
+            found.append(talk)
+        if len(found) == wanted.conversations:
             break
-    return talks
+    return found

@@ -239,6 +239,10 @@ class Engine:
             raise EngineStoppedError("vLLM's processes ended during this call; ask again in a minute") from error
         return result
 
+    async def forget_prefixes(self) -> None:
+        """Have vLLM forget what its prefix cache holds, as if other requests had needed the blocks."""
+        await self._llm.reset_prefix_cache()
+
     async def close(self) -> None:
         """End vLLM's processes. Requests in work end with EngineStoppedError."""
         llm, self._llm = self._llm, None

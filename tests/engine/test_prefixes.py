@@ -55,7 +55,7 @@ def harness(opened, tmp_path_factory):
 
 def forget_all(harness):
     """Have vLLM forget the blocks that it has, as if other requests had needed them."""
-    harness.run(harness.engine._llm.reset_prefix_cache())
+    harness.run(harness.engine.forget_prefixes())
     clear_prefixes(harness.prefixes)
 
 
@@ -68,7 +68,7 @@ def test_damage_costs_a_prefix_and_no_token(harness, text):
         data = bytearray(path.read_bytes())
         data[(2 * i + 1) * len(data) // 11] ^= 1 << i
         path.write_bytes(data)
-    harness.run(harness.engine._llm.reset_prefix_cache())
+    harness.run(harness.engine.forget_prefixes())
     found = harness.ask_now(prompt, salt="a")
     assert_same(found, expected)
     assert found.report.failed and found.report.tokens.exact == 0
@@ -98,7 +98,7 @@ def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text
     harness.run(ask_and_clear())
     harness.ask_now(text[1000:1600], salt="d", keep="session")  # written after it
     wait_for_files(harness.prefixes, 2)
-    harness.run(harness.engine._llm.reset_prefix_cache())
+    harness.run(harness.engine.forget_prefixes())
     assert harness.ask_now(text[:600], salt="d").report is None
     assert harness.ask_now(text[1000:1600], salt="d").report.tokens.exact == 512
 
@@ -107,9 +107,9 @@ def test_a_slow_disk_isnt_waited_for(harness, text):
     forget_all(harness)
     harness.ask_now(text[:900], salt="e", keep="session")
     wait_for_files(harness.prefixes, 4)
-    harness.run(harness.engine._llm.reset_prefix_cache())
+    harness.run(harness.engine.forget_prefixes())
     assert harness.ask_now(text[:900], salt="e").report.tokens.exact == 896
-    harness.run(harness.engine._llm.reset_prefix_cache())
+    harness.run(harness.engine.forget_prefixes())
     quick = PrefixUse(prefill_ms=1e-6)  # for a thousand tokens
     assert harness.run(ask_with(harness, text[:900], "e", quick)) is None
 
