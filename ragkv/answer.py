@@ -64,7 +64,8 @@ class AnswerOptions:
     first request. keep: what of the request is kept as an exact prefix (`ragkv.engine.task.KEEPS`); None: what has come
     back before. hint: how the KV of the chunks in the prompt is treated from now on when room is needed; None leaves it
     as it was. explain: return where the KV of each prompt token came from. timeout_s: for the whole answer. max_drift:
-    the quality target (`ragkv.quality_target`), in nats; None estimates no drift.
+    the quality target (`ragkv.quality_target`), in nats; None estimates no drift. prefill_only: compute the prompt and
+    one token, and have all of the prompt kept before the answer ends, for another process that answers the same.
     """
 
     policy: Policy
@@ -77,6 +78,7 @@ class AnswerOptions:
     timeout_s: float | None = None
     max_drift: float | None = None
     keep: Keep | None = None
+    prefill_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,17 @@ class TenantConfig(Section):
     """Limit of all its documents' text, in MiB. Default: none"""
 
 
+class FrontConfig(Section):
+    """`ragkv front`, one address before two servers."""
+
+    prefill: str | None = None
+    """Address of the `ragkv serve` that computes prompts, as http://127.0.0.1:8091"""
+    decode: str | None = None
+    """Address of the `ragkv serve` that loads them and decodes"""
+    patience_s: float = Field(120.0, ge=0)
+    """How long a request waits for a server that answers, in seconds"""
+
+
 class Config(BaseSettings):
     """All settings. Functions take the section that they need. `Config()` reads the environment, but no file."""
 
@@ -232,6 +243,7 @@ class Config(BaseSettings):
     answer: AnswerConfig = AnswerConfig()
     canary: CanaryConfig = CanaryConfig()
     server: ServerConfig = ServerConfig()
+    front: FrontConfig = FrontConfig()
     tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = {}
     """Tenants by name; each has documents, KV, conversations and limits of its own"""
 

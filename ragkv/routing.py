@@ -78,7 +78,7 @@ class Router:
         store, kv = self._workspace.store, self._workspace.chunk_kv(engine)
         hashes = [hit.chunk.chunk_hash for hit in fitted.hits]
         requested = kv.task(fitted.prompt, hashes, options.policy, store)
-        inherited = self._salts.take(asked.turns, *_context(asked, options)) if self._may_continue(options) else None
+        inherited = self._inherited(asked, options) if self._may_continue(options) else None
         task: FuseTask | None = requested
         chosen: Plan | None = None
         if self.profile is not None and inherited is None and options.policy.is_like(self.profile.policy):
@@ -103,9 +103,16 @@ class Router:
 
         Only needed where the salt names the whole prompt: the next turn, whose prompt is longer, wouldn't find it.
         """
+        if options.prefill_only:
+            return
         if request.salt is not None and request.policy.recomputes_some and self._may_continue(options):
             turns = [*asked.turns, Turn(asked.question, answer)]
             self._salts.keep(request.salt, turns, *_context(asked, options), inherited=request.continues)
+
+    def _inherited(self, asked: Conversation, options: AnswerOptions) -> str | None:
+        """Return the salt of the conversation that goes on; who only prefills leaves it to who answers."""
+        find = self._salts.find if options.prefill_only else self._salts.take
+        return find(asked.turns, *_context(asked, options))
 
     def close(self) -> None:
         self._salts.close()
@@ -117,7 +124,8 @@ class Router:
         num_tokens, prefill_ms = len(prompt.token_ids), None
         if self.profile is not None:
             prefill_ms = 1e3 * self.profile.prefill_ms(num_tokens) / num_tokens
-        return PrefixUse(options.keep or ("session" if continues else None), generation, prefill_ms)
+        keep = "session" if options.prefill_only or (continues and options.keep is None) else options.keep
+        return PrefixUse(keep, generation, prefill_ms)
 
     def _may_continue(self, options: AnswerOptions) -> bool:
         """Return whether a turn's prompt begins with the one before, so that vLLM's prefix cache may have its KV."""

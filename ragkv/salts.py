@@ -58,6 +58,11 @@ class ConversationSalts:
         )
         return str(rows[0][0]) if rows else None
 
+    def find(self, turns: Sequence[Turn], *context: object) -> str | None:
+        """Return what `take` would, and leave it there."""
+        rows = self._run("SELECT salt FROM salts WHERE turns = ? ORDER BY at DESC LIMIT 1", _key(turns, context))
+        return str(rows[0][0]) if rows else None
+
     def keep(self, salt: str, turns: Sequence[Turn], *context: object, inherited: bool) -> None:
         """Keep the salt of a conversation for its next turn. inherited: whether `take` gave it to this conversation.
 

@@ -1,8 +1,8 @@
 """`ragkv eval survival`: conversations whose stored KV has to outlive restarts, kills, eviction and damage.
 
-Each answer is compared with that of vLLM alone, greedily and token by token; in float32 no two may differ. Several users
-talk at a time and want more memory than there is. Between two turns the engine is left alone (others evict what it
-has), closed and started again, or killed while it answers; what it hadn't answered is asked again.
+Each answer is compared with that of vLLM alone, greedily and token by token; in float32 no two may differ. Several
+users talk at a time and want more memory than there is. Between two turns the engine is left alone (others evict what
+it has), closed and started again, or killed while it answers; what it hadn't answered is asked again.
 """
 
 import asyncio

@@ -188,6 +188,13 @@ def serve(
     server.serve(config, lambda: _open_to_serve(config, fetch))
 
 
+def front(config: Config) -> None:
+    """One address before two servers: one computes each prompt's KV, the other loads it and decodes."""
+    from ragkv.server.front import serve_front
+
+    serve_front(config)
+
+
 def key(
     names: Annotated[list[str], typer.Argument(help="Names of those who get a key, one key each.")],
     operator: Annotated[bool, typer.Option("--operator", help="Keys for the calls below /v1/store.")] = False,

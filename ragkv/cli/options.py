@@ -42,6 +42,8 @@ SETTINGS = _COMMON | {
     "top_k": ("answer.top_k", int, "Chunks to retrieve."),
     "max_tokens": ("answer.max_tokens", int, "Longest answer in tokens."),
     "host": ("server.host", str, "Address to listen on. [RAGKV_SERVER__HOST]"),
+    "prefill": ("front.prefill", str, "Address of the server that computes prompts. [RAGKV_FRONT__PREFILL]"),
+    "decode": ("front.decode", str, "Address of the server that decodes. [RAGKV_FRONT__DECODE]"),
     "port": ("server.port", int, "Port to listen on. [RAGKV_SERVER__PORT]"),
 }
 MODEL = tuple(_COMMON)

@@ -40,13 +40,13 @@ def serve(config: Config, open_tenants: Callable[[], AbstractAsyncContextManager
     log_as(config.server.log)
     export_traces()
     return_large_blocks()
-    with _bind(config.server, has_keys=has_keys) as listener:
+    with bind(config.server, has_keys=has_keys) as listener:
         # Also while the model loads: run every `finally`, so that no engine process outlives this one.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         asyncio.run(_serve(listener, open_tenants))
 
 
-def _bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
+def bind(config: ServerConfig, *, has_keys: bool) -> socket.socket:
     where = f"{config.host}:{config.port}"
     remedy = "choose another with --host and --port (RAGKV_SERVER__HOST, RAGKV_SERVER__PORT)"
     try:

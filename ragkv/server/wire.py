@@ -96,6 +96,11 @@ class Choices(BaseModel):
     )
     explain: bool = Field(False, description="Report where each prompt token's KV came from")
     fresh: bool = Field(False, description="Use no KV of earlier requests: times are those of a first request")
+    prefill_only: bool = Field(
+        False,
+        description="Compute the prompt and one token, and end when the prompt's KV is stored: for another server on "
+        "the same documents, which answers the same question next (`ragkv front`)",
+    )
     timeout_s: float | None = Field(
         None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
     )
@@ -111,14 +116,15 @@ class Choices(BaseModel):
         return AnswerOptions(
             policy,
             self.top_k or defaults.top_k,
-            max_tokens or defaults.max_tokens,
+            1 if self.prefill_only else max_tokens or defaults.max_tokens,
             fresh=self.fresh,
             hint=self.hint,
             sampling=sampling or Sampling.of(defaults),
             explain=self.explain,
             timeout_s=self.timeout_s or defaults.timeout_s,
-            max_drift=self.max_drift or defaults.max_drift,
+            max_drift=None if self.prefill_only else self.max_drift or defaults.max_drift,
             keep=None if (keep := self.prefix or defaults.prefix) == "auto" else keep,
+            prefill_only=self.prefill_only,
         )
 
 
