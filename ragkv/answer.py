@@ -9,6 +9,11 @@ from ragkv.engine.task import Keep
 from ragkv.policies import Policy
 from ragkv.store.eviction import Hint
 
+HandOver = Literal["give", "take"]
+HAND_OVERS: dict[str, str] = {
+    "give": "compute the prompt and one token, and end when the prompt's KV is stored, for another server",
+    "take": "another server has just done so: look for that KV also where it isn't known to be",
+}
 # Where a token's KV came from: vLLM's prefix cache; the store, from memory or disk; the store, but recomputed because
 # the token matters; or no stored KV, as for the question.
 Kind = Literal["prefix", "memory", "disk", "recomputed", "computed"]
@@ -64,8 +69,8 @@ class AnswerOptions:
     first request. keep: what of the request is kept as an exact prefix (`ragkv.engine.task.KEEPS`); None: what has come
     back before. hint: how the KV of the chunks in the prompt is treated from now on when room is needed; None leaves it
     as it was. explain: return where the KV of each prompt token came from. timeout_s: for the whole answer. max_drift:
-    the quality target (`ragkv.quality_target`), in nats; None estimates no drift. prefill_only: compute the prompt and
-    one token, and have all of the prompt kept before the answer ends, for another process that answers the same.
+    the quality target (`ragkv.quality_target`), in nats; None estimates no drift. hand_over: this process
+    or another prefills the prompt, and the other one decodes (`HAND_OVERS`).
     """
 
     policy: Policy
@@ -78,7 +83,7 @@ class AnswerOptions:
     timeout_s: float | None = None
     max_drift: float | None = None
     keep: Keep | None = None
-    prefill_only: bool = False
+    hand_over: HandOver | None = None
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Router:
 
         Only needed where the salt names the whole prompt: the next turn, whose prompt is longer, wouldn't find it.
         """
-        if options.prefill_only:
+        if options.hand_over == "give":
             return
         if request.salt is not None and request.policy.recomputes_some and self._may_continue(options):
             turns = [*asked.turns, Turn(asked.question, answer)]
@@ -111,7 +111,7 @@ class Router:
 
     def _inherited(self, asked: Conversation, options: AnswerOptions) -> str | None:
         """Return the salt of the conversation that goes on; who only prefills leaves it to who answers."""
-        find = self._salts.find if options.prefill_only else self._salts.take
+        find = self._salts.find if options.hand_over == "give" else self._salts.take
         return find(asked.turns, *_context(asked, options))
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Router:
         num_tokens, prefill_ms = len(prompt.token_ids), None
         if self.profile is not None:
             prefill_ms = 1e3 * self.profile.prefill_ms(num_tokens) / num_tokens
-        keep = "session" if options.prefill_only or (continues and options.keep is None) else options.keep
+        keep = "session" if options.hand_over == "give" or (continues and options.keep is None) else options.keep
         return PrefixUse(keep, generation, prefill_ms)
 
     def _may_continue(self, options: AnswerOptions) -> bool:

@@ -1,7 +1,7 @@
 """One address before two servers: the one computes the KV of each prompt, the other loads it and decodes.
 
-So no stream waits for another request's prefill. Each answer is first asked of the prefill side with `prefill_only`,
-which returns once the prompt's KV is stored where both find it, and then of the decode side. A side that can't be
+So no stream waits for another request's prefill. Each answer is first asked of the prefill side, which returns once the
+prompt's KV is stored where both find it, and then of the decode side (`ragkv.answer.HAND_OVERS`). A side that can't be
 reached, or breaks off, costs speed: the other one, a whole server too, answers instead, and what a client has received
 of a stream isn't sent again.
 """
@@ -23,12 +23,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ragkv.answer import HandOver
 from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.server.gate import MAX_BODY_BYTES
 from ragkv.server.run import bind, listen
 from ragkv.server.telemetry import log_as
-from ragkv.server.wire import CLIENT_CLOSED_REQUEST, as_json, error_body
+from ragkv.server.wire import CLIENT_CLOSED_REQUEST, as_json, error_body, unless_disconnected
 
 logger = logging.getLogger(__name__)
 
@@ -146,25 +147,26 @@ class Front:
         asked = _asked(request, body)
         if asked is None:
             return await self._pass_on(request.method, url, headers, body)
-        await self._prefill_first(url, headers, asked)
+        if await self._prefill_first(url, headers, asked):
+            asked = _handing_over(url, asked, "take")
         if asked.get("stream"):
             return await self._stream(url, headers, asked)
-        return await self._pass_on("POST", url, headers, json.dumps(asked).encode())
+        work = self._pass_on("POST", url, headers, json.dumps(asked).encode())
+        return await unless_disconnected(request, work) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def _prefill_first(self, url: str, headers: Mapping[str, str], asked: dict[str, Any]) -> None:
-        """Have the prompt's KV computed and stored; without it the decode side computes it."""
-        options = {"prefill_only": True}
-        wanted = (
-            {**asked, **options} if url.startswith(ANSWER) else {**asked, "ragkv": asked.get("ragkv", {}) | options}
-        )
+    async def _prefill_first(self, url: str, headers: Mapping[str, str], asked: dict[str, Any]) -> bool:
+        """Have the prompt's KV computed and stored. Returns whether it is; if not, the decode side computes it."""
+        wanted = _handing_over(url, asked, "give")
         wanted["stream"] = False
         wanted.pop("stream_options", None)
         try:
             answer = await self._client.post(self._prefill + url, headers=headers, json=wanted)
             if answer.status_code == _UNREADY:
                 logger.warning("the prefill side isn't ready; the decode side computes the prompt")
+            return answer.is_success
         except httpx.HTTPError as error:
             logger.warning("the prefill side can't be reached; the decode side computes the prompt: %s", _why(error))
+            return False
 
     async def _pass_on(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> Response:
         """Pass a request on, to the decode side if that can be reached."""
@@ -277,6 +279,13 @@ def _asked(request: Request, body: bytes) -> dict[str, Any] | None:
     if asked.get("temperature") and asked.get("seed") is None:
         asked["seed"] = secrets.randbelow(1 << 31)  # so that another server draws the same tokens
     return asked
+
+
+def _handing_over(url: str, asked: dict[str, Any], way: HandOver) -> dict[str, Any]:
+    """Return what is asked, with the option."""
+    if url.startswith(ANSWER):
+        return {**asked, "hand_over": way}
+    return {**asked, "ragkv": {**asked.get("ragkv", {}), "hand_over": way}}
 
 
 async def _parsed(answer: httpx.Response) -> AsyncIterator[Frame]:

@@ -16,7 +16,7 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ragkv.answer import Answer, AnswerEvent, AnswerOptions, Sampling
+from ragkv.answer import HAND_OVERS, Answer, AnswerEvent, AnswerOptions, HandOver, Sampling
 from ragkv.config import AnswerConfig
 from ragkv.engine.task import KEEPS
 from ragkv.errors import (
@@ -96,10 +96,10 @@ class Choices(BaseModel):
     )
     explain: bool = Field(False, description="Report where each prompt token's KV came from")
     fresh: bool = Field(False, description="Use no KV of earlier requests: times are those of a first request")
-    prefill_only: bool = Field(
-        False,
-        description="Compute the prompt and one token, and end when the prompt's KV is stored: for another server on "
-        "the same documents, which answers the same question next (`ragkv front`)",
+    hand_over: HandOver | None = Field(
+        None,
+        description="Of one question, asked of two servers on the same documents (`ragkv front`): "
+        + "; ".join(f"`{name}`: {text}" for name, text in HAND_OVERS.items()),
     )
     timeout_s: float | None = Field(
         None, ge=0.1, le=86_400, description="Longest time for the whole answer, in seconds"
@@ -116,15 +116,15 @@ class Choices(BaseModel):
         return AnswerOptions(
             policy,
             self.top_k or defaults.top_k,
-            1 if self.prefill_only else max_tokens or defaults.max_tokens,
+            1 if self.hand_over == "give" else max_tokens or defaults.max_tokens,
             fresh=self.fresh,
             hint=self.hint,
             sampling=sampling or Sampling.of(defaults),
             explain=self.explain,
             timeout_s=self.timeout_s or defaults.timeout_s,
-            max_drift=None if self.prefill_only else self.max_drift or defaults.max_drift,
+            max_drift=None if self.hand_over else self.max_drift or defaults.max_drift,
             keep=None if (keep := self.prefix or defaults.prefix) == "auto" else keep,
-            prefill_only=self.prefill_only,
+            hand_over=self.hand_over,
         )
 
 
@@ -180,16 +180,16 @@ async def respond(
 
     The first event is awaited before any status is sent, so that an error until then gets its own status.
     """
-    first = await _unless_disconnected(request, anext(events))
+    first = await unless_disconnected(request, anext(events))
     if first is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if to_frames is not None:
         return _stream(first, events, to_frames)
-    last = await _unless_disconnected(request, _last_of(events))
+    last = await unless_disconnected(request, _last_of(events))
     return to_body(last) if last else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
     """Return the result of `work`; cancel it and return None if the client disconnects first."""
     answer = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))

@@ -83,10 +83,10 @@ def test_the_prefill_side_is_asked_first_and_the_decode_side_answers(tmp_path):
         answer = client.post("/v1/answer", json={"question": "Why?", "max_tokens": 7, "policy": "none"})
         assert answer.json()["answer"] == ANSWER.text
         ((question, options),) = sides["prefill"].asked
-        assert question == "Why?" and options.prefill_only and options.max_tokens == 1
+        assert question == "Why?" and options.hand_over == "give" and options.max_tokens == 1
         assert options.policy.name == "none"
         ((_, options),) = sides["decode"].asked
-        assert not options.prefill_only and options.max_tokens == 7
+        assert options.hand_over == "take" and options.max_tokens == 7
 
 
 def test_a_stream_passes_as_it_is(tmp_path):
@@ -147,13 +147,14 @@ def test_an_answer_that_goes_on_otherwise_is_an_error_and_not_a_mixture(tmp_path
 def test_without_the_prefill_side_the_other_computes_all(tmp_path):
     with fronted(tmp_path, at={"prefill": NOBODY}) as (client, sides):
         assert client.post("/v1/answer", json={"question": "Why?"}).json()["answer"] == ANSWER.text
-        assert len(sides["decode"].asked) == 1
+        ((_, options),) = sides["decode"].asked
+        assert options.hand_over is None
 
 
 def test_without_the_decode_side_the_other_answers(tmp_path):
     with fronted(tmp_path, at={"decode": NOBODY}) as (client, sides):
         assert client.post("/v1/answer", json={"question": "Why?"}).json()["answer"] == ANSWER.text
-        assert [options.prefill_only for _, options in sides["prefill"].asked] == [True, False]
+        assert [options.hand_over for _, options in sides["prefill"].asked] == ["give", "take"]
         assert client.get("/healthz").json()["status"] == "ok"
 
 
