@@ -107,7 +107,7 @@ class StoreConfig(Section):
 
     remote_prefixes: bool = False
     """Share exact prefixes in `store.remote` too, so that a conversation or an instruction goes on at another machine.
-    They have what users have said, and nothing but age takes them from the bucket
+    They have what users have said, and a lifecycle rule is what keeps them few
     ([more](deployment.md#one-bucket-for-many-machines))"""
 
     @property
