@@ -105,6 +105,15 @@ class StoreConfig(Section):
     remote_timeout_s: float = Field(10.0, gt=0, le=300)
     """Longest time for a request to the bucket, in seconds; sending a chunk's KV may take six times as long"""
 
+    remote_prefixes: bool = False
+    """Share exact prefixes in `store.remote` too, so that a conversation or an instruction goes on at another machine.
+    They have what users have said, and a lifecycle rule is what keeps them few
+    ([more](deployment.md#one-bucket-for-many-machines))"""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.remote is not None and self.remote_prefixes and self.prefix_gib > 0
+
     @property
     def joins(self) -> bool:
         """Whether one entry holds a chunk's mean and its KV after the anchor alone: where neither is exact anyway."""

@@ -6,7 +6,7 @@ them share, holds a text of two tenants twice, and neither can find the other's.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 
 import filelock
 
-from ragkv.config import MAIN, TENANT_NAME
+from ragkv.config import MAIN, TENANT_NAME, StoreConfig
 from ragkv.errors import BusyError, ConfigError, StoreError
 from ragkv.retriever.catalog import Catalog
 from ragkv.store.disk_store import DiskStore
-from ragkv.store.prefixes import clear_prefixes
+from ragkv.store.fetching import Unneeded
+from ragkv.store.prefixes import clear_prefixes, open_prefix_tier
+from ragkv.store.tier import RemoteTier, open_tier
 
 # Rows of the catalogue: how many contexts a chunk is precomputed in, and the hash of the anchor before it.
 NUM_CONTEXTS_SETTING, ANCHOR_SETTING = "captures", "anchor"
@@ -79,6 +81,23 @@ class Home:
         store = DiskStore(self.kv, **options)
         store.clear_derived = lambda: clear_prefixes(self.prefixes)
         return store
+
+    def open_tier(
+        self,
+        store: DiskStore,
+        settings: StoreConfig,
+        unneeded: Unneeded = lambda hashes: (),
+        is_quiet: Callable[[], bool] = lambda: True,
+        waiting: Callable[[], Collection[str]] = lambda: (),
+    ) -> RemoteTier | None:
+        """Open the bucket behind the store of chunks' KV, and behind that of exact prefixes: see
+        `ragkv.store.tier.open_tier`."""
+        tier = open_tier(store, settings, unneeded, is_quiet, waiting)
+        if tier is not None:
+            disk_bytes = settings.prefix_options(self.prefixes)["disk_bytes"]
+            is_shared = settings.shares_prefixes
+            tier.derived = open_prefix_tier(self.prefixes, tier.remote, disk_bytes, is_quiet, is_shared=is_shared)
+        return tier
 
     def catalogs(self) -> Iterator[Catalog]:
         """Yield every tenant's catalogue, open until the next one."""

@@ -26,6 +26,7 @@ from ragkv.index.work import IngestProgress, IngestReport
 from ragkv.policies import FULL, Policy
 from ragkv.quality_target import NUM_TOKENS, begun_within, disagreement, raised
 from ragkv.routing import Request, Router
+from ragkv.shared_prefixes import SharedPrefixes
 from ragkv.store import prefixes
 from ragkv.store.eviction import Hint
 from ragkv.store.tier import RemoteTier
@@ -49,7 +50,7 @@ class Pipeline:
         self.indexer, self._search = Indexer(workspace, own, self._restorer.add), Search(workspace, tenant)
         self.catalog = own.catalog
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
-        self._router = Router(workspace, tenant)
+        self._router, self._shared = Router(workspace, tenant), SharedPrefixes.of(workspace)
         self._policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(
             workspace.home.path / "profile.json", workspace.owner.fingerprint, config.store.codec, self._policy
@@ -145,11 +146,13 @@ class Pipeline:
             options = replace(options, max_tokens=min(options.max_tokens, left))
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
-            await self._fetch(fitted, options.policy, engine)
+            waited_s = await self._fetch(fitted, options.policy, engine)
             generation: Generation | None = None
             while generation is None or self._is_rejected(generation, options):
                 options = options if generation is None else replace(options, policy=raised(options.policy))
                 request = self._router.route(conversation, options, fitted, engine, generation_before)
+                if self._shared is not None:
+                    waited_s += await self._shared.fetch(request, engine, self._router.profile, waited_s)
                 generation = Generation(request, options, begun_at, generation)
                 async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
                     async for event in events:
@@ -178,11 +181,12 @@ class Pipeline:
         hits = self._search.hits(asked.questions, options.top_k, len(asked.turns))
         return asked, fit(layout, in_one_turn(layout, asked, hits[0], room), hits, room)
 
-    async def _fetch(self, fitted: Fitted, policy: Policy, engine: Engine) -> None:
+    async def _fetch(self, fitted: Fitted, policy: Policy, engine: Engine) -> float:
         """Bring KV from the bucket, if there is one, as far as it comes in a small part of the time that the request
-        takes without; the rest is there for the next request."""
+        takes without; the rest is there for the next request. Returns the seconds that it took."""
+        begun_at = time.monotonic()
         if self.workspace.tier is None or not self.workspace.fuses or policy.is_full:
-            return
+            return 0.0
         kv, store = self.workspace.chunk_kv(engine), self.workspace.store
         task = kv.task(fitted.prompt, [hit.chunk.chunk_hash for hit in fitted.hits], policy, store)
         wanted = {kv.best_key(span): span.end - span.start for span in task.spans}
@@ -190,6 +194,7 @@ class Pipeline:
         if num_missing:
             num_tokens = len(fitted.prompt.token_ids)
             await self.workspace.fetch(wanted, longest_wait_s(self._router.profile, num_tokens, num_missing))
+        return time.monotonic() - begun_at
 
     def _origins(self, generation: Generation) -> TokenOrigins:
         texts = self.workspace.layout.token_texts(generation.request.prompt.token_ids)

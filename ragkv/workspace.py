@@ -21,7 +21,6 @@ from ragkv.retriever.index import VectorIndex
 from ragkv.retriever.keywords import KeywordIndex
 from ragkv.retriever.retriever import Hit, Retriever, Scores, merged
 from ragkv.store.record import ChunkKey
-from ragkv.store.tier import open_tier
 
 _UNSUPPORTED_SETTING = "unsupported"  # in the catalogue: why the home's model can't be fused, empty if it can
 logger = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Workspace:
         self.store = self.home.open_store(**config.store.options())
         try:
             is_quiet = lambda: self.idle.is_quiet  # noqa: E731
-            self.tier = open_tier(self.store, config.store, self._unneeded, is_quiet, self._waiting)
+            self.tier = self.home.open_tier(self.store, config.store, self._unneeded, is_quiet, self._waiting)
         except (ConfigError, StoreError):
             self.store.close()
             raise

@@ -81,14 +81,16 @@ class DiskStore:
             is_wanted,
         )
 
-    def put_records(self, key: ChunkKey, records: Sequence[bytes | memoryview]) -> None:
-        """Store one entry whose layers another store has encoded, for imports.
+    def put_records(
+        self, key: ChunkKey, records: Sequence[bytes | memoryview], is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Store one entry whose layers another store has encoded. is_wanted: as of `put`.
 
         Raises CorruptRecordError, having written nothing, unless every record verifies.
         """
         for i, record in enumerate(records):
             check(key.layer(i), record)
-        self._put([(key, records)], [entry_bytes([*map(len, records)])])
+        self._put([(key, records)], [entry_bytes([*map(len, records)])], is_wanted)
 
     def _put(
         self,

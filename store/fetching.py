@@ -43,18 +43,23 @@ class Fetcher:
         self._is_closed = False
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="ragkv-fetch")
 
-    async def fetch(self, keys: Iterable[ChunkKey], longest_s: float | None = None) -> int:
+    async def fetch(
+        self,
+        keys: Iterable[ChunkKey],
+        longest_s: float | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> int:
         """Bring those of these entries that aren't stored and that the bucket has. Returns how many have come.
 
         longest_s: how long to wait for them, which is not at all for those that aren't expected by then, or that the
         bucket didn't have when it was listed. They are stored nevertheless when they come. None: until all have come,
-        or failed.
+        or failed. is_wanted: as of `DiskStore.put`, of those that aren't on their way already.
         """
         missing = [key for key in dict.fromkeys(keys) if self._is_missing(key)]
         if self._remote.breaker.rests:
             self._miss(OUTAGE, len(missing))
             return 0
-        coming = {key: self._begin(key) for key in missing}
+        coming = {key: self._begin(key, is_wanted) for key in missing}
         if longest_s is not None:  # what another machine has sent since is there for the next request
             missing = [key for key in missing if self._contents.may_have(key)]
         num_awaited = len(missing) if longest_s is None else self.num_in_time(missing, longest_s)
@@ -85,15 +90,15 @@ class Fetcher:
     def _expected_bytes(self, key: ChunkKey) -> float:
         return self._contents.size(key) or self._mean_bytes
 
-    def _begin(self, key: ChunkKey) -> "Future[bool] | None":
+    def _begin(self, key: ChunkKey, is_wanted: Callable[[], bool]) -> "Future[bool] | None":
         with self._lock:
             if key not in self._coming:
                 if self._is_closed or len(self._coming) >= _MOST:
                     return None
-                self._coming[key] = self._pool.submit(self._fetch, key)
+                self._coming[key] = self._pool.submit(self._fetch, key, is_wanted)
             return self._coming[key]
 
-    def _fetch(self, key: ChunkKey) -> bool:
+    def _fetch(self, key: ChunkKey, is_wanted: Callable[[], bool]) -> bool:
         """Bring one entry. Returns whether it is stored."""
         try:
             change = self._deletions.last_change
@@ -102,7 +107,7 @@ class Fetcher:
                 self._miss(ABSENT)
                 self._contents.remove(key)  # so that it is sent once it is made again
                 return False
-            self._store.put_records(key, records_in(file, key))
+            self._store.put_records(key, records_in(file, key), is_wanted)
             if self._was_cleared(key, change):
                 self._store.control.clear([key])
                 self._miss(ABSENT)

@@ -9,16 +9,22 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from ragkv.errors import StoreError
+from ragkv.errors import ConfigError, StoreError
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import FORMAT_VERSION
+from ragkv.store.remote import Remote
+from ragkv.store.remote_state import LISTED_FOR_S
+from ragkv.store.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
 _CLEARED = "cleared"  # a file in the folder: its time of change tells when all was deleted last
+_PLACE = "prefixes"  # in the bucket
+_LISTED_FOR_S = 60.0  # a conversation may go on at another machine; what isn't listed isn't looked for
 
 
 def open_prefixes(folder: Path, disk_bytes: int) -> DiskStore | None:
@@ -32,6 +38,27 @@ def open_prefixes(folder: Path, disk_bytes: int) -> DiskStore | None:
     except (StoreError, OSError) as error:
         logger.warning("prefixes aren't kept: %s", error)
         return None
+
+
+def open_prefix_tier(
+    folder: Path, remote: Remote, disk_bytes: int, is_quiet: Callable[[], bool] = lambda: True, *, is_shared: bool
+) -> RemoteTier | None:
+    """Open the bucket behind the store of prefixes, in a place of their own; None, with a warning, where that fails.
+
+    remote: where chunks' KV is. is_quiet: as of `Sender`. is_shared: whether prefixes are sent; if not, it is only
+    for what is deleted.
+    """
+    try:
+        place = remote.below(_PLACE)
+    except ConfigError as error:
+        logger.warning("prefixes aren't in the bucket: %s", error)
+        return None
+    if (store := open_prefixes(folder, disk_bytes)) is None:
+        place.close()
+        return None
+    if is_shared:
+        return RemoteTier(store, place, is_quiet=is_quiet, listed_for_s=_LISTED_FOR_S)
+    return RemoteTier(store, place, unneeded=set, listed_for_s=LISTED_FOR_S)
 
 
 def generation(folder: Path) -> int:

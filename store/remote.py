@@ -117,15 +117,26 @@ class Link:
 class Remote:
     """The entries in a bucket (s3://, gs://, az://) or a folder (file://), by key. Threads may share it.
 
-    timeout_s: of each request. Raises ConfigError for a URL that means none; the methods raise RemoteError.
+    timeout_s: of each request. above: the place that this one is below. Raises ConfigError for a URL that means none;
+    the methods raise RemoteError.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self.url, self.breaker, self.link = url, Breaker(), Link()
+    def __init__(self, url: str, timeout_s: float, above: "Remote | None" = None) -> None:
+        self.url, self._timeout_s = url, timeout_s
+        self.breaker: Breaker = Breaker() if above is None else above.breaker
+        self.link: Link = Link() if above is None else above.link
         self._folder = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
         self._store = _open(url, timeout_s)
         self._sink = _open(url, _SLOW_SENDING * timeout_s)
         self._parts = ThreadPoolExecutor(_PARTS, thread_name_prefix="ragkv-part")
+
+    def below(self, name: str) -> "Remote":
+        """Return a place of its own below this one, whose `sizes` don't tell of it. Both are away, and as fast, at the
+        same time."""
+        if self._folder is not None:
+            with suppress(OSError):  # opening it says so
+                (self._folder / name).mkdir(exist_ok=True)
+        return Remote(f"{self.url.rstrip('/')}/{name}", self._timeout_s, self)
 
     def get(self, key: ChunkKey) -> bytes | None:
         """Return an object as it is, unchecked; None if there is none. Larger ones come in several parts at a time."""
@@ -174,16 +185,25 @@ class Remote:
     def delete_chunk(self, chunk_hash: str) -> None:
         """Delete all that is of a chunk, in every format. None of it is listed when this returns."""
         with self._reaching("delete from"):
-            for _ in range(_LIST_TRIES):
-                paths = [meta["path"] for page in obstore.list(self._store, f"{chunk_hash}/") for meta in page]
-                if not paths:
-                    break
-                with suppress(FileNotFoundError):  # another machine was quicker
-                    obstore.delete(self._store, paths)
-            else:
-                raise RemoteError(f"{self.url} still has objects of chunk {chunk_hash} after they were deleted")
+            self._delete_below(f"{chunk_hash}/")
             if self._folder is not None:  # what a killed process had begun to write isn't listed
                 shutil.rmtree(self._folder / chunk_hash, ignore_errors=True)
+
+    def delete_all(self) -> None:
+        """Delete all that is here, in every format. None of it is listed when this returns."""
+        with self._reaching("delete from"):
+            self._delete_below("")
+            for each in self._folder.iterdir() if self._folder is not None else ():
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _delete_below(self, prefix: str) -> None:
+        for _ in range(_LIST_TRIES):
+            paths = [meta["path"] for page in obstore.list(self._store, prefix or None) for meta in page]
+            if not paths:
+                return
+            with suppress(FileNotFoundError):  # another machine was quicker
+                obstore.delete(self._store, paths)
+        raise RemoteError(f"{self.url}/{prefix} still has objects after they were deleted")
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Yield the key and size of every entry in this format."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from ragkv.files import sync_folder
 from ragkv.store.record import ChunkKey
 
-_LISTED_FOR_S = 3600.0  # other machines send and delete too
+LISTED_FOR_S = 3600.0  # other machines send and delete too
+ALL = "all"  # in the place of a chunk's hash among deletions
 
 
 @dataclass
@@ -25,7 +26,10 @@ class Traffic:
 
 
 class Deletions:
-    """The chunks that are deleted, or cleared, here and not yet in the bucket: an empty file for each, named by it."""
+    """The chunks that are deleted, or cleared, here and not yet in the bucket: an empty file for each, named by it.
+
+    `ALL` is one that means every chunk.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +44,7 @@ class Deletions:
         (self._folder / chunk_hash).unlink(missing_ok=True)
 
     def __contains__(self, chunk_hash: str) -> bool:
-        return (self._folder / chunk_hash).exists()
+        return (self._folder / chunk_hash).exists() or (self._folder / ALL).exists()
 
     @property
     def last_change(self) -> int:
@@ -55,9 +59,13 @@ class Deletions:
 
 
 class Contents:
-    """The entries of a bucket and their sizes, as listed, and as changed from here since. Threads may share it."""
+    """The entries of a bucket and their sizes, as listed, and as changed from here since. Threads may share it.
 
-    def __init__(self) -> None:
+    listed_for_s: how long a list is believed.
+    """
+
+    def __init__(self, listed_for_s: float = LISTED_FOR_S) -> None:
+        self._listed_for_s = listed_for_s
         self._lock = threading.Lock()
         self._sizes: dict[str, dict[ChunkKey, int]] = {}  # by chunk
         self._listed_at: float | None = None
@@ -65,7 +73,7 @@ class Contents:
     @property
     def is_old(self) -> bool:
         """Whether it is to be listed anew."""
-        return self._listed_at is None or time.monotonic() > self._listed_at + _LISTED_FOR_S
+        return self._listed_at is None or time.monotonic() > self._listed_at + self._listed_for_s
 
     def refresh(self, listed: Callable[[], Iterable[tuple[ChunkKey, int]]]) -> None:
         """List the bucket anew, if that was long ago. listed: returns keys and sizes; what it raises is passed on."""
@@ -97,3 +105,7 @@ class Contents:
     def remove_chunk(self, chunk_hash: str) -> None:
         with self._lock:
             self._sizes.pop(chunk_hash, None)
+
+    def remove_all(self) -> None:
+        with self._lock:
+            self._sizes = {}

@@ -15,7 +15,7 @@ from ragkv.store.entries import records_in
 from ragkv.store.fetching import Unneeded
 from ragkv.store.record import ChunkKey, CorruptRecordError
 from ragkv.store.remote import Remote
-from ragkv.store.remote_state import Contents, Deletions, Traffic
+from ragkv.store.remote_state import ALL, Contents, Deletions, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +134,16 @@ class Sender:
         return left
 
     def _delete(self, chunk_hash: str) -> str | None:
-        """Delete a chunk's objects. Returns the chunk if they couldn't be reached."""
+        """Delete a chunk's objects, or all. Returns the chunk if they couldn't be reached."""
         try:
-            self._remote.delete_chunk(chunk_hash)
+            if chunk_hash == ALL:
+                self._remote.delete_all()
+                self._contents.remove_all()
+            else:
+                self._remote.delete_chunk(chunk_hash)
+                self._contents.remove_chunk(chunk_hash)
         except RemoteError as error:
             logger.warning("KV that was deleted here is still there: %s", error)
             return chunk_hash
-        self._contents.remove_chunk(chunk_hash)
         self._deletions.done(chunk_hash)
         return None

@@ -19,7 +19,7 @@ from ragkv.store.entries import records_in
 from ragkv.store.fetching import Fetcher, Unneeded
 from ragkv.store.record import ChunkKey, CorruptRecordError
 from ragkv.store.remote import Remote
-from ragkv.store.remote_state import Contents, Deletions, Traffic
+from ragkv.store.remote_state import ALL, LISTED_FOR_S, Contents, Deletions, Traffic
 from ragkv.store.sending import Sender
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,13 @@ class RemoteStatus:
 
 
 class RemoteTier:
-    """The bucket behind a store. Arguments as of `Fetcher` and `Sender`.
+    """The bucket behind a store. Arguments as of `Fetcher`, `Sender` and `Contents`.
 
     From now on what is deleted in the store is noted, and deleted in the bucket by `delete_pending`. Threads may share
     it.
+
+    derived: the tier of what else was computed of the chunks' text (`DiskStore.clear_derived`), None if there is none.
+    All that its bucket has is deleted where chunks are; it is started, and closed with its store, with this one.
     """
 
     def __init__(
@@ -54,13 +57,14 @@ class RemoteTier:
         unneeded: Unneeded = lambda hashes: (),
         is_quiet: Callable[[], bool] = lambda: True,
         waiting: Callable[[], Collection[str]] = lambda: (),
+        listed_for_s: float = LISTED_FOR_S,
     ) -> None:
-        self.remote, self.traffic, self._store = remote, Traffic(), store
-        self._contents, self._deletions = Contents(), Deletions(store.path / _DELETIONS)
+        self.remote, self.traffic, self.store = remote, Traffic(), store
+        self.derived: RemoteTier | None = None
+        self._contents, self._deletions = Contents(listed_for_s), Deletions(store.path / _DELETIONS)
         known = (self._contents, self._deletions, self.traffic, unneeded)
         self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, waiting)
         self.fetch, self.send = self._fetcher.fetch, self._sender.send
-        self.delete_pending = self._sender.delete_pending
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         store.before_delete = self.note_deletions
@@ -69,6 +73,8 @@ class RemoteTier:
         """Send and delete from now on, in a thread."""
         self._thread = threading.Thread(target=self._run, name="ragkv-remote", daemon=True)
         self._thread.start()
+        if self.derived is not None:
+            self.derived.start()
 
     def close(self) -> None:
         """Stop, once what is on its way has arrived. The store stays open."""
@@ -79,7 +85,10 @@ class RemoteTier:
         self._fetcher.close()
         self._sender.close()
         self.remote.close()
-        self._store.before_delete = None
+        self.store.before_delete = None
+        if self.derived is not None:
+            self.derived.close()
+            self.derived.store.close()
 
     def _run(self) -> None:
         pause_s = _POLL_S
@@ -101,7 +110,12 @@ class RemoteTier:
 
     @property
     def num_pending_deletions(self) -> int:
-        return len(self._deletions)
+        """The chunks that the bucket hasn't heard of; all that is derived is one more."""
+        return len(self._deletions) + (self.derived.num_pending_deletions if self.derived is not None else 0)
+
+    def is_listed(self, key: ChunkKey) -> bool:
+        """Return whether the bucket has an entry, as far as is known without asking it."""
+        return self._contents.size(key) is not None
 
     def status(self) -> RemoteStatus:
         """Return where the bucket is, whether it answers now, and what it hasn't heard of."""
@@ -115,7 +129,19 @@ class RemoteTier:
     def note_deletions(self, chunk_hashes: Iterable[str]) -> None:
         """Have all that is of these chunks deleted in the bucket, by the next `delete_pending` of any process; until
         then nothing of it is fetched or sent."""
+        chunk_hashes = list(chunk_hashes)
         self._deletions.add(chunk_hashes)
+        if chunk_hashes and self.derived is not None:
+            self.derived.note_deletions([ALL])
+
+    def delete_pending(self, only: Collection[str] | None = None) -> set[str]:
+        """Delete in the bucket what was deleted in the store. Returns the chunks that an outage has left there, and
+        `ALL` if it has left what was derived.
+
+        only: which chunks; None: all.
+        """
+        left = self._sender.delete_pending(only)
+        return left if self.derived is None else left | self.derived.delete_pending()
 
     def keys_of(self, chunk_hashes: Collection[str]) -> list[ChunkKey]:
         """List the objects of these chunks. Raises RemoteError for an outage."""
@@ -138,6 +164,8 @@ class RemoteTier:
                 problems.append(f"chunk {key.chunk_hash} in {self.remote.url}: {error}")
         for chunk_hash in self._deletions.all():
             problems.append(f"chunk {chunk_hash} is deleted, and may still be in {self.remote.url}")
+        if self.derived is not None and self.derived.num_pending_deletions:
+            problems.append(f"exact prefixes are deleted, and may still be in {self.derived.remote.url}")
         return Verification(num_records, problems)
 
 

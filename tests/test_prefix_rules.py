@@ -29,7 +29,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def prefixes(store):
-    return Prefixes(store.entries, lambda: 7, "f" * 32, (0, 1), BLOCK)
+    return Prefixes(store.contains, lambda: 7, "f" * 32, (0, 1), BLOCK)
 
 
 def put(store, *spans):
@@ -172,7 +172,7 @@ def test_a_folder_that_cant_be_read_costs_the_prefixes_only(prefixes, monkeypatc
     def broken(key):
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(prefixes._entries, "contains", broken)
+    monkeypatch.setattr(prefixes, "_contains", broken)
     assert engine.ask("1", "abcd", keep="session") == (0, None)
     engine.side._generations["2"] = 7  # it became so while the request was in work
     assert not engine.side.save(engine.request("2", "abcd", keep="session"), list(range(5)))

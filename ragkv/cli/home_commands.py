@@ -209,9 +209,9 @@ def open_store(config: Config) -> Iterator["DiskStore"]:
 @contextmanager
 def opened_tier(config: Config, kv: "DiskStore") -> Iterator["RemoteTier | None"]:
     """Open the bucket behind a store, if there is one. Raises StoreError if the store has another than is set."""
-    from ragkv.store.tier import open_tier
+    from ragkv.home import Home
 
-    tier = open_tier(kv, config.store)
+    tier = Home(config.home).open_tier(kv, config.store)
     with nullcontext() if tier is None else closing(tier):
         yield tier
 

@@ -96,7 +96,7 @@ class RagKVConnector(KVConnectorBase_V1):
             logger.warning("prefixes aren't kept: %s", error)
             return None
         stored = Prefixes(
-            entries,
+            entries.contains,
             partial(generation, folder),
             extra["fingerprint"],
             heads,

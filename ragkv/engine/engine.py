@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragkv.config import ModelConfig
+from ragkv.engine.block_hashes import block_hashes
 from ragkv.engine.task import (
     FuseTask,
     MeanTask,
@@ -59,7 +60,8 @@ class Engine:
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
     counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request.
     in_memory: the hashes of the chunks that the worker has in memory, as of its last report. max_model_len: the context
-    limit in tokens, prompt and answer together. kv_heads: the range of heads in a record.
+    limit in tokens, prompt and answer together. kv_heads: the range of heads in a record. block_size: tokens of vLLM's
+    blocks. block_hashes: names the full blocks of a prompt under a salt, as vLLM does.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
@@ -69,6 +71,8 @@ class Engine:
         self.in_memory: set[str] = set()
         self.max_model_len: int = llm.model_config.max_model_len
         self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
+        self.block_size: int = llm.vllm_config.cache_config.block_size
+        self.block_hashes = block_hashes(llm.vllm_config)
 
     @classmethod
     async def start(

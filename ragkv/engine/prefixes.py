@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from ragkv.engine.task import Keep, Span
-from ragkv.store.entries import EntryFolder
 from ragkv.store.record import ChunkKey
 
 EXACT = xxhash.xxh3_128_hexdigest(b"an exact prefix")  # in the anchor's place in a segment's key
@@ -27,19 +26,19 @@ _DOUBTED_AFTER_S = 600.0  # how long it is believed that loading is slower than 
 class Prefixes:
     """The stored prefixes: their names, whether the store has them, and how long they take to load.
 
-    generation: of the store (`ragkv.store.prefixes.generation`). fingerprint, heads: of the keys (`ChunkKey`).
-    block_size: tokens of vLLM's blocks.
+    contains: whether an entry is stored. generation: of the store (`ragkv.store.prefixes.generation`). fingerprint,
+    heads: of the keys (`ChunkKey`). block_size: tokens of vLLM's blocks.
     """
 
     def __init__(
         self,
-        entries: EntryFolder,
+        contains: Callable[[ChunkKey], bool],
         generation: Callable[[], int],
         fingerprint: str,
         heads: tuple[int, int],
         block_size: int,
     ) -> None:
-        self._entries, self._fingerprint, self._heads = entries, fingerprint, heads
+        self._contains, self._fingerprint, self._heads = contains, fingerprint, heads
         self.generation, self.block_size = generation, block_size
         self._step = max(1, _SEGMENT_TOKENS // block_size)  # blocks of a segment
         self._load_ms, self._timed_at = 0.0, 0.0  # of a thousand tokens
@@ -70,7 +69,7 @@ class Prefixes:
         while start < end:
             lengths = range(min(self._step, end - start), 0, -1)
             segments = (self._segment(hashes, start, start + length) for length in lengths)
-            segment = next((each for each in segments if self._entries.contains(self._key(each))), None)
+            segment = next((each for each in segments if self._contains(self.key(each))), None)
             if segment is None:
                 break
             found.append(segment)
@@ -86,12 +85,12 @@ class Prefixes:
             return ()
         cuts = range(0, num_blocks, self._step)
         segments = [self._segment(hashes, start, min(start + self._step, num_blocks)) for start in cuts]
-        return tuple(each for each in segments if not self._entries.contains(self._key(each)))
+        return tuple(each for each in segments if not self._contains(self.key(each)))
 
     def _segment(self, hashes: Sequence[bytes], start: int, end: int) -> Span:
         return Span(start * self.block_size, end * self.block_size, hashes[end - 1][:16].hex(), EXACT)
 
-    def _key(self, segment: Span) -> ChunkKey:
+    def key(self, segment: Span) -> ChunkKey:
         return ChunkKey(segment.chunk_hash, EXACT, self._fingerprint, self._heads)
 
 

@@ -17,7 +17,7 @@ from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
-from ragkv.store.tier import RemoteTier, open_tier
+from ragkv.store.tier import RemoteTier
 
 NO_DOCUMENT = "no document has it"
 OTHER_MODEL = "of another model"
@@ -30,7 +30,8 @@ _NO_BUCKET = StoreConfig()  # a home that has one refuses it
 class Deletion:
     """What was deleted with some documents. num_chunks: those whose KV was deleted; num_shared: those that stay,
     because other documents have them. size_bytes: of the deleted KV, on disk. num_unreached: chunks whose KV may still
-    be in the bucket, which couldn't be reached: it isn't used, and its deletion is tried again."""
+    be in the bucket, which couldn't be reached, all exact prefixes as one: it isn't used, and its deletion is tried
+    again."""
 
     documents: list[str]
     num_chunks: int
@@ -125,7 +126,7 @@ def collect_garbage(
 @contextmanager
 def _opened(home: Home, settings: StoreConfig) -> Iterator[tuple[DiskStore, RemoteTier | None]]:
     with closing(home.open_store()) as store:
-        tier = open_tier(store, settings)
+        tier = home.open_tier(store, settings)
         with nullcontext() if tier is None else closing(tier):
             yield store, tier
 

@@ -95,7 +95,7 @@ class Recoding:
 class Clearing:
     """What was cleared, or would be. num_chunks, size_bytes: on the disk. num_shared: chunks that stay, because other
     documents have them. remote: the bucket in which it is cleared too. num_unreached: chunks whose KV may still be
-    there, since it couldn't be reached: it isn't used, and its deletion is tried again."""
+    there, since it couldn't be reached, all exact prefixes as one: it isn't used, and its deletion is tried again."""
 
     num_documents: int
     num_chunks: int

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from ragkv.answer import Answer
 from ragkv.background import Drift
 from ragkv.store.fetching import MISSES
+from ragkv.store.remote_state import Traffic
 from ragkv.store.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
@@ -107,28 +108,36 @@ class Metrics:
 
 
 def remote_metrics(tier: RemoteTier) -> Iterator[Metric]:
-    """Yield what went between the store and its bucket, and how the bucket is."""
-    traffic = tier.traffic
+    """Yield what went between the store and its bucket, and how the bucket is; of exact prefixes what went."""
+    yield from _traffic_metrics("ragkv_remote", tier.traffic)
+    if tier.derived is not None:
+        yield from _traffic_metrics("ragkv_remote_prefix", tier.derived.traffic)
+    gauges = {
+        "up": ("1 unless calls rest after an outage", not tier.remote.breaker.rests),
+        "pending_deletions": (
+            "Chunks deleted here that the bucket still has; all exact prefixes are one",
+            tier.num_pending_deletions,
+        ),
+        "unsent_entries": ("Entries that the bucket lacks", tier.num_unsent),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"ragkv_remote_{name}", text, value)
+
+
+def _traffic_metrics(prefix: str, traffic: Traffic) -> Iterator[Metric]:
     counts = {
         "entries": ("Entries read from the bucket and sent to it", traffic.entries_read, traffic.entries_sent),
         "bytes": ("Their bytes", traffic.bytes_read, traffic.bytes_sent),
     }
     for name, (text, read, sent) in counts.items():
-        family = CounterMetricFamily(f"ragkv_remote_{name}", text, labels=["direction"])
+        family = CounterMetricFamily(f"{prefix}_{name}", text, labels=["direction"])
         family.add_metric(["read"], read)
         family.add_metric(["sent"], sent)
         yield family
-    misses = CounterMetricFamily("ragkv_remote_misses", "Entries that didn't come, by reason", labels=["reason"])
+    misses = CounterMetricFamily(f"{prefix}_misses", "Entries that didn't come, by reason", labels=["reason"])
     for reason in MISSES:
         misses.add_metric([reason], traffic.misses[reason])
     yield misses
-    gauges = {
-        "up": ("1 unless calls rest after an outage", not tier.remote.breaker.rests),
-        "pending_deletions": ("Chunks deleted here that the bucket still has", tier.num_pending_deletions),
-        "unsent_entries": ("Entries that the bucket lacks", tier.num_unsent),
-    }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"ragkv_remote_{name}", text, value)
 
 
 def without_numbers(reason: str) -> str:
