@@ -50,7 +50,7 @@ class Pipeline:
         self.indexer, self._search = Indexer(workspace, own, self._restorer.add), Search(workspace, tenant)
         self.catalog = own.catalog
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
-        self._router, self._shared = Router(workspace, tenant), SharedPrefixes.of(workspace)
+        self._router, self._shared = Router(workspace, tenant), SharedPrefixes(workspace)
         self._policy = Policy.of(config.answer.policy, config.answer.budget)
         self._profiles = ProfileFile(
             workspace.home.path / "profile.json", workspace.owner.fingerprint, config.store.codec, self._policy
@@ -143,7 +143,8 @@ class Pipeline:
             begun_at, generation_before = time.perf_counter(), prefixes.generation(self.workspace.home.prefixes)
             conversation, fitted = await asyncio.to_thread(self._retrieve, conversation, options, engine.max_model_len)
             left = engine.max_model_len - len(fitted.prompt.token_ids)
-            options = replace(options, max_tokens=min(options.max_tokens, left))
+            is_given = options.hand_over == "give"
+            options = replace(options, max_tokens=1 if is_given else min(options.max_tokens, left))
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
             waited_s = await self._fetch(fitted, options.policy, engine)
@@ -151,8 +152,8 @@ class Pipeline:
             while generation is None or self._is_rejected(generation, options):
                 options = options if generation is None else replace(options, policy=raised(options.policy))
                 request = self._router.route(conversation, options, fitted, engine, generation_before)
-                if self._shared is not None:
-                    waited_s += await self._shared.fetch(request, engine, self._router.profile, waited_s)
+                is_there = options.hand_over == "take"
+                waited_s += await self._shared.fetch(request, engine, self._router.profile, waited_s, is_there=is_there)
                 generation = Generation(request, options, begun_at, generation)
                 async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
                     async for event in events:
@@ -160,6 +161,8 @@ class Pipeline:
             if generation.output.finish_reason in (None, "abort", "error"):
                 raise EngineStoppedError("vLLM gave up this request before its answer was complete; ask again")
             await self._settle(conversation, options, request, generation)
+            if is_given:
+                await self._shared.give(request, engine)
             refused = await self._hint(request, options.hint)
             origins = await asyncio.to_thread(self._origins, generation) if options.explain else None
             answer = generation.answer(sources, origins, self.fallback)

@@ -1,63 +1,82 @@
-"""Brings what a prompt begins with from the bucket, where another machine has put it, before vLLM looks for it."""
+"""Exact prefixes between processes: what a prompt begins with is brought from the bucket before vLLM looks for it, and
+one server's prompt is stored before another one answers by it."""
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from ragkv.controller.cost_model import Profile, longest_wait_s
 from ragkv.engine.engine import Engine
 from ragkv.engine.prefixes import Prefixes
 from ragkv.routing import Request
+from ragkv.store.entries import EntryFolder
 from ragkv.store.prefixes import generation
-from ragkv.store.record import ChunkKey
-from ragkv.store.tier import RemoteTier
+from ragkv.store.record import FORMAT_VERSION, ChunkKey
 from ragkv.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+_POLL_S, _LONGEST_S = 0.01, 10.0  # until a prompt's KV is written
 
 
 class SharedPrefixes:
-    """The exact prefixes behind a store of them.
+    """The exact prefixes of a home, which other processes have too, and those of its bucket, if it shares them."""
 
-    tier: of that store. fingerprint: of the model.
-    """
+    def __init__(self, workspace: Workspace) -> None:
+        config, self._folder = workspace.config.store, workspace.home.prefixes
+        self._tier = workspace.tier.derived if workspace.tier is not None and config.shares_prefixes else None
+        self._fingerprint = workspace.owner.fingerprint
 
-    def __init__(self, tier: RemoteTier, fingerprint: str) -> None:
-        self._tier, self._fingerprint = tier, fingerprint
-
-    @classmethod
-    def of(cls, workspace: Workspace) -> "SharedPrefixes | None":
-        """Return those of a home; None if its machine shares none."""
-        tier = workspace.tier and workspace.tier.derived
-        if tier is None or not workspace.config.store.shares_prefixes:
-            return None
-        return cls(tier, workspace.owner.fingerprint)
-
-    async def fetch(self, request: Request, engine: Engine, profile: Profile | None, waited_s: float) -> float:
+    async def fetch(
+        self, request: Request, engine: Engine, profile: Profile | None, waited_s: float, *, is_there: bool
+    ) -> float:
         """Bring the longest prefix of a request that the bucket has, as far as it isn't stored; wait for it as for
         chunks' KV (`longest_wait_s`). Returns the seconds that it took.
 
         What has come is found on the disk; what comes later is there for the next request. waited_s: how long the
-        request has waited for the bucket already.
+        request has waited for the bucket already. is_there: another machine has just sent all of it, which the bucket's
+        list may not tell yet.
         """
         begun_at, begun_in, num_tokens = time.monotonic(), request.prefix.generation, len(request.prompt.token_ids)
-        if begun_in is None or engine.unsupported is not None:  # it loads none, or vLLM keeps none
+        if self._tier is None or begun_in is None or engine.unsupported is not None:  # it loads none
             return 0.0
-        missing = await asyncio.to_thread(self._missing, request, engine)
+        tier, store = self._tier, self._tier.store
+
+        def may_have(key: ChunkKey) -> bool:
+            return is_there or store.contains(key) or tier.is_listed(key)
+
+        sizes = await asyncio.to_thread(self._longest, request, engine, may_have)
+        missing = {key: size for key, size in sizes.items() if not store.contains(key)}
         if missing:
             longest_s = longest_wait_s(profile, num_tokens, sum(missing.values())) - waited_s
-            is_wanted = lambda: generation(self._tier.store.path) == begun_in  # noqa: E731
-            await self._tier.fetch(missing, max(0.0, longest_s), is_wanted)
+            is_wanted = lambda: generation(store.path) == begun_in  # noqa: E731
+            if is_there:
+                for key in missing:
+                    tier.expect(key)
+            await tier.fetch(missing, max(0.0, longest_s), is_wanted)
         return time.monotonic() - begun_at
 
-    def _missing(self, request: Request, engine: Engine) -> dict[ChunkKey, int]:
-        """Return the segments of the longest prefix, stored or in the bucket, that aren't stored, and their tokens."""
-        store, token_ids = self._tier.store, request.prompt.token_ids
+    async def give(self, request: Request, engine: Engine) -> bool:
+        """Wait until a request that has ended, and whose prompt is kept, is stored, and in the bucket if prefixes are
+        shared there. Returns whether it is."""
+        if engine.unsupported is not None or request.prefix.generation is None:
+            return False
+        keys = await asyncio.to_thread(self._longest, request, engine, lambda key: True)
+        end = time.monotonic() + _LONGEST_S
+        while not all(map(EntryFolder(self._folder / f"v{FORMAT_VERSION}").contains, keys)):
+            if time.monotonic() > end or generation(self._folder) != request.prefix.generation:
+                logger.warning("a prompt of %d tokens isn't stored for others", len(request.prompt.token_ids))
+                return False
+            await asyncio.sleep(_POLL_S)
+        return self._tier is None or not await asyncio.to_thread(self._tier.send)
+
+    def _longest(self, request: Request, engine: Engine, contains: Callable[[ChunkKey], bool]) -> dict[ChunkKey, int]:
+        """Return the segments of a request's longest prefix of which `contains` is true, and their tokens."""
         known = Prefixes(
-            lambda key: store.contains(key) or self._tier.is_listed(key),
-            partial(generation, store.path),
-            self._fingerprint,
-            engine.kv_heads,
-            engine.block_size,
+            contains, partial(generation, self._folder), self._fingerprint, engine.kv_heads, engine.block_size
         )
+        token_ids = request.prompt.token_ids
         spans = known.find(engine.block_hashes(token_ids, request.salt), 0, len(token_ids) - 1)
-        sizes = {known.key(span): span.end - span.start for span in spans}
-        return {key: num_tokens for key, num_tokens in sizes.items() if not store.contains(key)}
+        return {known.key(span): span.end - span.start for span in spans}

@@ -113,6 +113,11 @@ class RemoteTier:
         """The chunks that the bucket hasn't heard of; all that is derived is one more."""
         return len(self._deletions) + (self.derived.num_pending_deletions if self.derived is not None else 0)
 
+    def expect(self, key: ChunkKey) -> None:
+        """Take the bucket to have an entry, of which another machine says so."""
+        if not self.is_listed(key):
+            self._contents.add(key, 0)
+
     def is_listed(self, key: ChunkKey) -> bool:
         """Return whether the bucket has an entry, as far as is known without asking it."""
         return self._contents.size(key) is not None

@@ -116,7 +116,7 @@ class Choices(BaseModel):
         return AnswerOptions(
             policy,
             self.top_k or defaults.top_k,
-            1 if self.hand_over == "give" else max_tokens or defaults.max_tokens,
+            max_tokens or defaults.max_tokens,
             fresh=self.fresh,
             hint=self.hint,
             sampling=sampling or Sampling.of(defaults),
