@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 
 pytestmark = pytest.mark.engine
 
-NUM_REQUESTS, NUM_IN, NUM_OUT = 8, 300, 240  # five blocks each in the end
-NUM_BLOCKS = 17  # one of which vLLM keeps for itself
+NUM_REQUESTS, NUM_IN, NUM_OUT = 4, 300, 110  # three blocks each, then four
+NUM_BLOCKS = 10  # one of which vLLM keeps for itself
 _salts = itertools.count()
 
 
@@ -21,13 +21,13 @@ def preemptions():
 
 @pytest.fixture(scope="module")
 def opened(runner, smollm, tmp_path_factory):
-    """Starts engines with memory for 16 blocks, or for all, one after another."""
+    """Starts engines with memory for 9 blocks, or for all, one after another."""
     started = []
 
     def start(num_blocks=NUM_BLOCKS, **args):
         while started:
             started.pop().close()
-        arguments = {"max_model_len": 1024, "num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
+        arguments = {"max_model_len": 512, "num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
         started.append(Harness(runner, smollm, tmp_path_factory.mktemp("kv"), **arguments, **args))
         return started[0]
 
@@ -56,7 +56,7 @@ def prompts(text):
 @pytest.fixture(scope="module")
 def expected(opened, prompts):
     """What vLLM answers without a connector, and with memory for all."""
-    answers, times = ask_at_once(opened(64, alone=True), prompts)
+    answers, times = ask_at_once(opened(32, alone=True), prompts)
     assert times == 0
     return answers
 
@@ -65,7 +65,7 @@ def expected(opened, prompts):
 def test_answers_are_vllms_whichever_way_requests_come_back(opened, expected, prompts, way):
     harness = opened(preemption=way)
     found, times = ask_at_once(harness, prompts)
-    assert times > 2
+    assert times >= 1
     for answer, right in zip(found, expected, strict=True):
         assert_same(answer, right)
     num_resumed = [answer.num_resumed for answer in found]
@@ -73,7 +73,7 @@ def test_answers_are_vllms_whichever_way_requests_come_back(opened, expected, pr
     if way == "recompute":
         assert not any(num_resumed)
     else:  # a copy takes a small part of the time that prefill does
-        assert sum(map(bool, num_resumed)) >= 2
+        assert sum(map(bool, num_resumed)) >= 1
         assert harness.engine.counters["resumed_tokens"] == sum(num_resumed)
 
 
@@ -93,10 +93,10 @@ def test_fused_requests_come_back_as_they_were(opened, expected, text, anchor, q
         before = preemptions()
         return harness.run(ask()), preemptions() - before
 
-    right, times = answers(opened(64))
+    right, times = answers(opened(32))
     assert times == 0
     found, times = answers(opened(preemption="load"))
-    assert times > 2 and sum(bool(answer.num_resumed) for answer in found) >= 2
+    assert times >= 1 and sum(bool(answer.num_resumed) for answer in found) >= 1
     for answer, other in zip(found, right, strict=True):
         assert_same(answer, other)
         assert answer.report.tokens.reused == other.report.tokens.reused > 250
