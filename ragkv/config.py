@@ -49,11 +49,12 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     preemption: Literal["load", "recompute", "auto"] = "auto"
-    """What becomes of requests that vLLM preempts because that memory is full: their KV is held in other memory and
-    loaded when they come back (load), or computed anew (recompute); auto: whichever takes less time, as measured while
-    serving"""
+    """What becomes of requests that vLLM preempts because its KV cache is full: their KV is held in memory of the
+    worker's and loaded when they come back (load), or computed anew (recompute); auto: whichever takes less time, as
+    measured while serving"""
     preempted_gib: float = Field(1.0, gt=0)
-    """That other memory, in GiB, taken only while requests are preempted; what doesn't fit is computed anew"""
+    """Most memory for the KV of preempted requests, in GiB, taken only while there are some; what doesn't fit is
+    computed anew"""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = False
     """Let vLLM compile the model (slower start, faster decode); on CUDA, decoding uses CUDA graphs in any case"""
