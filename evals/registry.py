@@ -33,6 +33,13 @@ def _arms(text: str) -> tuple["Arm", ...]:
     return tuple(Arm.parse(part.strip()) for part in text.split(","))
 
 
+def _ways(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    if unknown := set(found) - {"load", "recompute", "auto"}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: choose from load, recompute, auto")
+    return found
+
+
 def _bandwidths(text: str) -> tuple[float | None, ...]:
     return tuple(mib_s or None for mib_s in numbers(text))
 
@@ -230,6 +237,23 @@ class Analytics:
     repeats: int = option("Batches of which each median is taken.", 5, least=1)
 
 
+@dataclass(frozen=True)
+class Pressure:
+    """More requests at once than vLLM's memory holds: what it preempts comes back by load or by recompute."""
+
+    requests: int = option("All sent at once.", 32, least=2)
+    tokens_in: int = option("Of a prompt; no two begin alike.", 375, least=1)
+    tokens_out: int = option("Of an answer.", 256, least=2)
+    shares: tuple[float, ...] = option(
+        "Memory for KV, as shares of what all requests take in the end.", "0.12,0.25,0.5", parse=numbers
+    )
+    ways: tuple[str, ...] = option(
+        "Of load, recompute, auto; vLLM alone comes first.", "recompute,load,auto", parse=_ways
+    )
+    repeats: int = option("Times that all is sent; the fastest counts.", 1, least=1)
+    out: Path | None = option("A picture of it.", None)
+
+
 _WORKLOADS, _ROBUSTNESS = "ragkv.evals.workloads", "ragkv.evals.robustness"
 EXPERIMENTS = (
     Experiment("ttft", Ttft, f"{_WORKLOADS}.ttft", tables.ttft, (*VLLM, "embedder")),
@@ -249,5 +273,6 @@ EXPERIMENTS = (
     Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
     Experiment("survival", Survival, f"{_ROBUSTNESS}.survival", tables.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
+    Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -235,6 +235,28 @@ def analytics(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def pressure(rows: Sequence[Row]) -> None:
+    table = Table("memory", "preempted", box=None, padding=(0, 2, 0, 0))
+    columns = ("took", "tokens/s", "of vLLM's", "preemptions", "tokens loaded", "KV use", "differ")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    alone = {row["share"]: row["tokens_per_s"] for row in rows if row["way"] == "vLLM"}
+    for row in rows:
+        table.add_row(
+            f"{row['share']:.0%}, {row['kv_tokens']:,} tokens",
+            row["way"],
+            f"{row['seconds']:,.1f} s",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['tokens_per_s'] / alone[row['share']]:.2f}",
+            f"{row['preemptions']:,}",
+            f"{row['resumed_tokens']:,}",
+            _share(row["kv_use"]),
+            f"{row['answers_that_differ']} of {row['requests']}",
+        )
+    out.width = max(out.width, _WIDTH)
+    out.print(table)
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 

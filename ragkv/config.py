@@ -48,6 +48,13 @@ class ModelConfig(Section):
     3 times as fast"""
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
+    preemption: Literal["load", "recompute", "auto"] = "auto"
+    """What becomes of requests that vLLM preempts because its KV cache is full: their KV is held in memory of the
+    worker's and loaded when they come back (load), or computed anew (recompute); auto: whichever takes less time, as
+    measured while serving"""
+    preempted_gib: float = Field(1.0, gt=0)
+    """Most memory for the KV of preempted requests, in GiB, taken only while there are some; what doesn't fit is
+    computed anew"""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory that vLLM may use")
     compile: bool = False
     """Let vLLM compile the model (slower start, faster decode); on CUDA, decoding uses CUDA graphs in any case"""
@@ -57,6 +64,12 @@ class ModelConfig(Section):
     kernels: Literal["auto", "triton", "native", "torch"] = "auto"
     """Kernels for fusion: triton (on CUDA), native (C++, on CPU), torch (anywhere); auto: the first of these that is
     available"""
+
+    def preemption_options(self) -> dict[str, Any]:
+        """Return what vLLM's processes need to know of requests that are preempted, as plain data."""
+        if self.preemption == "recompute":
+            return {}
+        return {"way": self.preemption, "held_bytes": round(self.preempted_gib * (1 << 30))}
 
     @field_validator("dtype")
     @classmethod

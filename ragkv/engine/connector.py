@@ -20,11 +20,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
 )
 
 from ragkv.engine.exact import ExactKV
+from ragkv.engine.held import HeldKV
 from ragkv.engine.loader import KVLoader
+from ragkv.engine.preemption import Preempted
 from ragkv.engine.prefixes import Prefixes, Reuse, WriteBudget
 from ragkv.engine.scheduler import PrefixRules, SchedulerSide, StepReports, StepWork
 from ragkv.engine.subset import SubsetForward
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -55,10 +58,11 @@ class RagKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
-        self._scheduler = SchedulerSide(self._prefix_rules() if role == KVConnectorRole.SCHEDULER else None)
+        self._scheduler = SchedulerSide()
         self._worker: WorkerSide | None = None  # once `attach` has been called
         self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._prefix_rules(), self._preempted())
             _end_with_parent()
 
     def attach(self, model: Any, device: Any) -> str | None:
@@ -78,18 +82,18 @@ class RagKVConnector(KVConnectorBase_V1):
         exact, limit = None, _prefix_bytes(extra)
         if limit and (prefixes := open_prefixes(Path(extra["prefixes"]["folder"]), limit)) is not None:
             exact = ExactKV(loader(store=prefixes), prefixes, limit)
-        self._worker = WorkerSide(loader(store=store), max_tokens, exact)
+        held = HeldKV(subset, self._kv_cache_config.num_blocks) if _held_bytes(extra) else None
+        self._worker = WorkerSide(loader(store=store), max_tokens, exact, held)
         return None
 
     def _prefix_rules(self) -> PrefixRules | None:
         """Return the rules for exact prefixes; None if they aren't wanted, and for models whose blocks aren't all alike
         or belong to several workers."""
-        groups, extra = self._kv_cache_config.kv_cache_groups, self._extra
-        parallel = self._vllm_config.parallel_config
-        if not _prefix_bytes(extra) or len(groups) != 1 or parallel.world_size != 1:
+        group, extra = self._only_group(), self._extra
+        if not _prefix_bytes(extra) or group is None:
             return None
-        folder, spec = Path(extra["prefixes"]["folder"]), groups[0].kv_cache_spec
-        heads = (0, self._vllm_config.model_config.get_num_kv_heads(parallel))
+        folder, spec = Path(extra["prefixes"]["folder"]), group.kv_cache_spec
+        heads = (0, self._vllm_config.model_config.get_num_kv_heads(self._vllm_config.parallel_config))
         try:
             entries = EntryFolder(folder / f"v{FORMAT_VERSION}")
         except OSError as error:
@@ -102,9 +106,23 @@ class RagKVConnector(KVConnectorBase_V1):
             heads,
             spec.block_size,
         )
-        bytes_per_token = spec.page_size_bytes * len(groups[0].layer_names) // spec.block_size
+        bytes_per_token = spec.page_size_bytes * len(group.layer_names) // spec.block_size
         budget = WriteBudget(extra["prefixes"]["bytes_per_hour"])
         return PrefixRules(stored, Reuse(spec.block_size), budget, bytes_per_token)
+
+    def _preempted(self) -> Preempted | None:
+        """Return who follows preempted requests; None if they are to be computed anew, or their blocks aren't alike."""
+        group, limit = self._only_group(), _held_bytes(self._extra)
+        if not limit or group is None:
+            return None
+        spec = group.kv_cache_spec
+        block_bytes = spec.page_size_bytes * len(group.layer_names)
+        return Preempted(self._extra["preemption"]["way"], limit, spec.block_size, block_bytes)
+
+    def _only_group(self) -> "KVCacheGroupSpec | None":
+        """Return vLLM's one kind of blocks; None if there are several, or they belong to several workers."""
+        groups = self._kv_cache_config.kv_cache_groups
+        return groups[0] if len(groups) == 1 and self._vllm_config.parallel_config.world_size == 1 else None
 
     # Scheduler
 
@@ -116,6 +134,7 @@ class RagKVConnector(KVConnectorBase_V1):
             self._scheduler.start(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepWork:
+        self._scheduler.follow(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         return self._scheduler.take_work(len(scheduled), sum(scheduled.values()))
 
@@ -128,6 +147,11 @@ class RagKVConnector(KVConnectorBase_V1):
         return self._scheduler.save(request, block_ids), self._scheduler.finish(request.request_id)
 
     # Worker
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepWork)
+        if self._worker is not None:
+            self._worker.hold(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         work = self._get_connector_metadata()
@@ -186,6 +210,11 @@ class WorkerExtension:
 def _prefix_bytes(extra: dict[str, Any]) -> int:
     """Return how much of the disk exact prefixes may take, 0 if none are wanted."""
     return int(extra.get("prefixes", {}).get("disk_bytes", 0))
+
+
+def _held_bytes(extra: dict[str, Any]) -> int:
+    """Return how much memory preempted requests' KV may take, 0 if none is held."""
+    return int(extra.get("preemption", {}).get("held_bytes", 0))
 
 
 def _store() -> DiskStore | None:

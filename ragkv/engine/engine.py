@@ -28,6 +28,7 @@ from ragkv.engine.task import (
     ScoreTask,
     Task,
     report_from_params,
+    resumed_from_params,
     to_params,
 )
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
@@ -44,13 +45,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """A piece of an answer. `report` comes with the last piece of a request that had a task."""
+    """A piece of an answer. `report` comes with the last piece of a request that had a task.
+
+    num_resumed_tokens: with the last piece, for how many tokens KV was loaded after vLLM had preempted the request.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     report: Report | None = None
     num_cached_tokens: int = 0
+    num_resumed_tokens: int = 0
     logprobs: list[dict[int, float]] | None = None
 
 
@@ -58,7 +63,8 @@ class Engine:
     """Owns vLLM's processes from `start` to `close`.
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
-    counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request.
+    counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request; and
+    "resumed_tokens", whose KV was loaded after vLLM had preempted their request.
     in_memory: the hashes of the chunks that the worker has in memory, as of its last report. max_model_len: the context
     limit in tokens, prompt and answer together. kv_heads: the range of heads in a record. block_size: tokens of vLLM's
     blocks. block_hashes: names the full blocks of a prompt under a salt, as vLLM does.
@@ -99,6 +105,7 @@ class Engine:
             "prefixes": dict(prefixes or {}),
             "fingerprint": fingerprint,
             "kernels": config.kernels,
+            "preemption": config.preemption_options(),
         }
         try:
             launch = await asyncio.to_thread(_launcher, model, config, None if alone else extra, engine_args)
@@ -156,15 +163,14 @@ class Engine:
         try:
             async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
                 (piece,) = output.outputs
-                report = report_from_params(output.kv_transfer_params)
-                if report is not None:
-                    self._note(report)
+                report, num_resumed = self._note(output.kv_transfer_params)
                 yield EngineOutput(
                     piece.text,
                     list(piece.token_ids),
                     piece.finish_reason,
                     report,
                     output.num_cached_tokens or 0,
+                    num_resumed,
                     [{t: p.logprob for t, p in step.items()} for step in piece.logprobs] if piece.logprobs else None,
                 )
         except Exception as error:
@@ -172,7 +178,16 @@ class Engine:
                 raise
             raise EngineStoppedError("vLLM's processes ended during this request; ask again in a minute") from error
 
-    def _note(self, report: Report) -> None:
+    def _note(self, params: dict[str, Any] | None) -> tuple[Report | None, int]:
+        """Count what an output says of its request. Returns the report, and how many tokens were resumed."""
+        report, num_resumed = report_from_params(params), resumed_from_params(params)
+        if num_resumed:
+            self.counters["resumed_tokens"] += num_resumed
+        if report is not None:
+            self._count(report)
+        return report, num_resumed
+
+    def _count(self, report: Report) -> None:
         if report.failed:
             self.counters[f"full_prefill: {report.problem}"] += 1
         self.counters["missing_chunks"] += report.chunks.missing

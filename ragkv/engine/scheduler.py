@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from ragkv.engine.preemption import Hold, Preempted
 from ragkv.engine.prefixes import Prefixes, Reuse, WriteBudget
 from ragkv.engine.task import (
     FuseTask,
@@ -25,6 +26,7 @@ from ragkv.engine.task import (
 )
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,13 @@ class Save:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """From the scheduler to the worker. num_others: requests of which vLLM computes `num_scheduled` tokens."""
+    """From the scheduler to the worker. num_others: requests of which vLLM computes `num_scheduled` tokens.
 
+    holds: blocks that are to be copied before this step's forward. dropped: requests whose copies aren't needed.
+    """
+
+    holds: list[Hold] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
     jobs: list[Job] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
@@ -57,16 +64,27 @@ class StepWork(KVConnectorMetadata):
 class StepReports(KVConnectorWorkerMetadata):
     """From the worker to the scheduler: the reports of the jobs that ended in the step, by request id.
 
-    keeps_prefixes: whether the worker can save blocks and load them.
+    keeps_prefixes: whether the worker can save blocks and load them. holds: whether it can hold preempted requests' KV.
     """
 
     reports: dict[str, Report]
     keeps_prefixes: bool = False
+    holds: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
         assert isinstance(other, StepReports)
         keeps_prefixes = self.keeps_prefixes and other.keeps_prefixes
-        return StepReports({**other.reports, **self.reports}, keeps_prefixes)
+        return StepReports({**other.reports, **self.reports}, keeps_prefixes, self.holds and other.holds)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What a request is to get once it has blocks: the parts of its job. end: of the tokens that are filled."""
+
+    end: int
+    task: Task | None = None
+    stored: tuple[Span, ...] = ()
+    held: int = 0
 
 
 @dataclass
@@ -83,17 +101,21 @@ class SchedulerSide:
     """Our requests in work.
 
     Each is matched, started once it has blocks, sent to the worker with the next step, reported on, and finished. It
-    may be aborted at any of these. prefixes: None stores and loads none.
+    may be aborted at any of these. prefixes: None stores and loads none. preempted: None leaves requests that vLLM
+    preempts to vLLM, which computes them anew.
     """
 
-    def __init__(self, prefixes: PrefixRules | None = None) -> None:
-        self._prefixes = prefixes
+    def __init__(self, prefixes: PrefixRules | None = None, preempted: Preempted | None = None) -> None:
+        self._prefixes, self._preempted = prefixes, preempted
         self._worker_keeps = False  # until it says so
         self._generations: dict[str, int] = {}  # as requests have arrived
-        self._matched: dict[str, tuple[Task | None, tuple[Span, ...]]] = {}
+        self._matched: dict[str, _Match] = {}
         self._saves: list[Save] = []
+        self._holds: list[Hold] = []
+        self._dropped: set[str] = set()
         self._jobs: dict[str, Job] = {}
-        self._running: set[str] = set()
+        self._running: dict[str, Job] = {}  # in the worker
+        self._resumed: dict[str, int] = {}  # tokens that were loaded again
         self._aborted: set[str] = set()
         self.reports: dict[str, Report] = {}
 
@@ -101,8 +123,15 @@ class SchedulerSide:
         """Return how many tokens after the `num_computed` are loaded, and that loading is asynchronous.
 
         That is all of the prompt but its last token, or its stored prefix if there is nothing else for us to do, or
-        none if vLLM's prefix cache covers what we could add.
+        none if vLLM's prefix cache covers what we could add. Of a request that comes back after it was preempted it is
+        all that the worker holds, of the answer too.
         """
+        if self._preempted is not None:
+            self._preempted.note(request)
+            held = self._preempted.held(request.request_id)
+            if held > num_computed:
+                self._matched[request.request_id] = _Match(held, held=held)
+                return held - num_computed, True
         task = task_from_params(request.kv_transfer_params)
         report = self.reports.get(request.request_id)
         if report is not None and report.failed:
@@ -117,7 +146,7 @@ class SchedulerSide:
             task, end = None, stored[-1].end  # vLLM computes the rest
         elif num_computed >= useful:
             return 0, False
-        self._matched[request.request_id] = task, stored
+        self._matched[request.request_id] = _Match(end, task, stored)
         return end - num_computed, True
 
     def _find_stored(self, request: "Request", task: Task | None, num_computed: int) -> tuple[Span, ...]:
@@ -136,26 +165,41 @@ class SchedulerSide:
 
     def start(self, request: "Request", block_ids: list[int], num_external: int) -> None:
         """Make the request's job, now that vLLM has given it blocks."""
-        task, stored = self._matched.pop(request.request_id)
+        found = self._matched.pop(request.request_id)
         token_ids = list(request.prompt_token_ids or [])[:-1]
-        num_prefix = (len(token_ids) if task else stored[-1].end) - num_external
-        job = Job(request.request_id, task, token_ids, block_ids, num_prefix, stored)
-        self._jobs[request.request_id] = job
-        self._running.add(request.request_id)
+        num_prefix = found.end - num_external
+        job = Job(request.request_id, found.task, token_ids, block_ids, num_prefix, found.stored, found.held)
+        self._jobs[request.request_id] = self._running[request.request_id] = job
+
+    def follow(self, output: "SchedulerOutput") -> None:
+        """Note what vLLM's next step does, and whom it has preempted."""
+        if self._preempted is not None:
+            self._holds, self._dropped = self._preempted.step(output)
 
     def take_work(self, num_others: int, num_scheduled: int) -> StepWork:
         """Return what the worker is to do from this step on."""
-        work = StepWork(list(self._jobs.values()), self._saves, self._aborted, num_others, num_scheduled)
-        self._jobs, self._saves, self._aborted = {}, [], set()
+        jobs, kept = list(self._jobs.values()), (self._holds, self._dropped)
+        work = StepWork(*kept, jobs, self._saves, self._aborted, num_others, num_scheduled)
+        self._holds, self._dropped, self._jobs, self._saves, self._aborted = [], set(), {}, [], set()
         return work
 
     def keep(self, step: StepReports) -> None:
         """Keep the reports of requests that haven't been aborted in the meantime."""
         self._worker_keeps |= step.keeps_prefixes
-        for report in step.reports.values():
-            if self._prefixes is not None and report.tokens.exact:
+        if self._preempted is not None:
+            self._preempted.worker_holds |= step.holds
+        for id, report in step.reports.items():
+            if self._prefixes is not None and report.stages.prefix_ms:
                 self._prefixes.stored.timed(report.tokens.exact, report.stages.prefix_ms)
-        self.reports.update({id: report for id, report in step.reports.items() if id in self._running})
+            job = self._running.pop(id, None)
+            if job is None:  # it was aborted in the meantime
+                continue
+            if job.held and self._preempted is not None:
+                self._preempted.came_back(id, report.tokens.exact, report.stages.load_ms)
+            if job.held and not report.failed:  # what was reported of its prompt before stays true
+                self._resumed[id] = self._resumed.get(id, 0) + report.tokens.exact
+            else:
+                self.reports[id] = report
 
     def save(self, request: "Request", block_ids: list[int]) -> bool:
         """Have a finished request's blocks stored, as far as that pays. Returns whether vLLM is to keep them meanwhile.
@@ -187,8 +231,8 @@ class SchedulerSide:
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns its report as plain data, None if it has none."""
         self._matched.pop(request_id, None)
-        if request_id in self._running and request_id not in self.reports:
+        if self._running.pop(request_id, None) is not None:
             self._aborted.add(request_id)
-        self._running.discard(request_id)
-        report = self.reports.pop(request_id, None)
-        return report_to_params(report) if report else None
+        if self._preempted is not None:
+            self._preempted.forget(request_id)
+        return report_to_params(self.reports.pop(request_id, None), self._resumed.pop(request_id, 0))

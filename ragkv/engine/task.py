@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 from ragkv.policies import Policy
 
 TASK_KEY, REPORT_KEY, PREFIX_KEY = "ragkv_task", "ragkv_report", "ragkv_prefix"  # in a request's `kv_transfer_params`
+RESUMED_KEY = "ragkv_resumed"
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 Keep = Literal["session", "shared", "once"]
 KEEPS: dict[str, str] = {
@@ -114,7 +115,8 @@ class Job:
 
     `token_ids` are the prompt's but the last; the first `num_prefix` of them are in vLLM's prefix cache, in blocks that
     other requests may share and that must not be written. stored: segments of the prompt's beginning that the store has
-    exactly (`ragkv.engine.prefixes`), beyond `num_prefix`; without a task they are all there is to do.
+    exactly (`ragkv.engine.prefixes`), beyond `num_prefix`; without a task they are all there is to do. held: how
+    many of the request's first tokens the worker has held since vLLM preempted it; they are all there is to do then.
     """
 
     request_id: str
@@ -123,6 +125,7 @@ class Job:
     block_ids: list[int]
     num_prefix: int
     stored: tuple[Span, ...] = ()
+    held: int = 0
 
 
 @dataclass
@@ -233,14 +236,21 @@ def task_from_params(params: dict[str, Any] | None) -> Task | None:
     return _TASK.validate_python(params[TASK_KEY]) if params and TASK_KEY in params else None
 
 
-def report_to_params(report: Report) -> dict[str, Any]:
-    """Return the report as the `kv_transfer_params` of a request's last output: plain data."""
-    return {REPORT_KEY: _REPORT.dump_python(report)}
+def report_to_params(report: Report | None, num_resumed: int = 0) -> dict[str, Any] | None:
+    """Return the `kv_transfer_params` of a request's last output, plain data: the report, and for how many tokens KV
+    was loaded that was held while the request was preempted."""
+    params: dict[str, Any] = {} if report is None else {REPORT_KEY: _REPORT.dump_python(report)}
+    return (params | {RESUMED_KEY: num_resumed} if num_resumed else params) or None
 
 
 def report_from_params(params: dict[str, Any] | None) -> Report | None:
     """Return the report in an output's `kv_transfer_params`, None if it has none."""
     return _REPORT.validate_python(params[REPORT_KEY]) if params and REPORT_KEY in params else None
+
+
+def resumed_from_params(params: dict[str, Any] | None) -> int:
+    """Return for how many tokens KV was loaded that was held while the request was preempted."""
+    return int(params.get(RESUMED_KEY, 0)) if params else 0
 
 
 def missing_kv(num_chunks: int, num_all: int) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragkv.engine.exact import ExactKV
 from ragkv.engine.fusion import Fusion, StepBudget
+from ragkv.engine.held import HeldKV
 from ragkv.engine.loader import KVLoader
 from ragkv.engine.precompute import Average, Precompute
 from ragkv.engine.scheduler import StepReports
@@ -47,8 +48,11 @@ class WorkerSide:
     as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
     """
 
-    def __init__(self, loader: KVLoader, max_batch_tokens: int, exact: ExactKV | None = None) -> None:
-        """exact: what stores and loads exact prefixes, None for neither."""
+    def __init__(
+        self, loader: KVLoader, max_batch_tokens: int, exact: ExactKV | None = None, held: HeldKV | None = None
+    ) -> None:
+        """exact: what stores and loads exact prefixes, None for neither. held: what holds preempted requests' KV, None
+        for nothing."""
         self.loader = loader
         self._max_batch_tokens = max_batch_tokens
         self._budget = StepBudget(max_batch_tokens)
@@ -56,7 +60,8 @@ class WorkerSide:
         self._saves: dict[str, Generator[None, None, None]] = {}
         self._saved: set[str] = set()
         self._keeps_prefixes = exact is not None and exact.can_save
-        self._has_told = not self._keeps_prefixes  # that they can be
+        self._held = held if held is not None and held.can_hold else None
+        self._has_told = not self._keeps_prefixes and self._held is None  # what it can do
         self._fusions: dict[str, tuple[Job, Generator[None, None, Report]]] = {}  # each yields where a step is to end
         self._precomputes: dict[str, Job] = {}
         self._means: dict[str, Average] = {}
@@ -64,6 +69,14 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
         self._tidied_at = time.monotonic()
+
+    def hold(self, work: "StepWork") -> None:
+        """Copy the blocks of requests that were preempted. Called before anything else of a step."""
+        if self._held is not None:
+            for request_id in work.dropped:
+                self._held.drop(request_id)
+            for hold in work.holds:
+                self._held.hold(hold)
 
     def step(self, work: "StepWork") -> None:
         """Take the step's new jobs, drop aborted ones, and do one slice of the most urgent work: fusions first."""
@@ -92,12 +105,14 @@ class WorkerSide:
             case MeanTask():
                 self._means[job.request_id] = Average(self.loader, job)
             case _:
-                if self._fusions:  # it has to wait, so its KV can be read ahead
+                if self._fusions and job.task is not None:  # it has to wait, so its KV can be read ahead
                     self._fusion.prefetch(job)
                 self._fusions[job.request_id] = job, self._run(job)
 
     def _run(self, job: Job) -> Generator[None, None, Report]:
-        """Load the job's exact prefix, if one is stored, then do its task."""
+        """Load the job's exact prefix, if one is stored, then do its task. Of a preempted request load what is held."""
+        if job.held and self._held is not None:
+            return (yield from self._held.load(job, self._budget))
         num_loaded = 0
         if job.stored and self._exact is not None:
             begin = time.perf_counter()
@@ -208,7 +223,7 @@ class WorkerSide:
         if self._has_told and not reports:
             return None
         self._has_told = True
-        return StepReports(reports, self._keeps_prefixes)
+        return StepReports(reports, self._keeps_prefixes, self._held is not None)
 
     def close(self) -> None:
         if self._exact is not None:

@@ -31,6 +31,7 @@ class Result:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     report: Report | None = None
+    num_resumed: int = 0
 
     def chosen_logprobs(self):
         return [step[token] for step, token in zip(self.logprobs, self.token_ids, strict=True)]
@@ -39,10 +40,10 @@ class Result:
 class Harness:
     """Synchronous tests on an asynchronous engine; its loop only runs inside `run`."""
 
-    def __init__(self, runner, folder, store, dtype="float32", kernels="auto", **engine_args):
+    def __init__(self, runner, folder, store, dtype="float32", kernels="auto", preemption="auto", **engine_args):
         self.runner = runner
         arguments = {"max_logprobs": -1, **engine_args}
-        config = ModelConfig(name=str(folder), dtype=dtype, kernels=kernels, kv_cache_gib=1)
+        config = ModelConfig(name=str(folder), dtype=dtype, kernels=kernels, kv_cache_gib=1, preemption=preemption)
         self.engine = self.run(Engine.start(folder, config, store, FINGERPRINT, **arguments))
 
     def run(self, coroutine):
@@ -64,6 +65,7 @@ class Harness:
             result.token_ids += output.token_ids
             result.logprobs += output.logprobs or []
             result.report = output.report or result.report
+            result.num_resumed += output.num_resumed_tokens
         return result
 
     def ask_now(self, *args, **kwargs):

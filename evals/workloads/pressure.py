@@ -1,0 +1,178 @@
+"""`ragkv eval pressure`: more requests at once than vLLM's memory holds, so that it preempts some of them.
+
+Each engine has the machine to itself: vLLM alone, then ragkv for each way in which preempted requests come back. What
+is drawn is vLLM's own account of its memory and its preemptions, which it tells after each step.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from ragkv import models
+from ragkv.config import Config
+from ragkv.controller.profile import text_tokens
+from ragkv.engine.engine import Engine
+from ragkv.errors import ConfigError, ModelError
+from ragkv.evals.beside_vllm import BLOCK_TOKENS, VLLM, folder
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Pressure
+
+_SAMPLED_S = 0.2
+_POINTS = 120  # of a curve in a row
+_COLORS = {VLLM: "tab:gray", "recompute": "tab:red", "load": "tab:blue", "auto": "tab:green"}
+
+
+@dataclass
+class _Course:
+    """What happened from when the requests were sent: at which second, and what it was then."""
+
+    seconds: list[float] = field(default_factory=list)
+    kv_use: list[float] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    num_resumed: int = 0
+
+    def row(self) -> Row:
+        total, seconds = sum(map(len, self.answers)), self.seconds[-1]
+        kept = np.unique(np.linspace(0, len(self.seconds) - 1, _POINTS).astype(int))
+        curves = {name: getattr(self, name) for name in ("seconds", "kv_use", "preemptions", "tokens")}
+        return {
+            "seconds": round(seconds, 2),
+            "tokens_per_s": round(total / seconds, 2),
+            "preemptions": self.preemptions[-1],
+            "resumed_tokens": self.num_resumed,
+            "kv_use": round(float(np.mean(self.kv_use)), 3),
+            "course": {name: [round(values[i], 3) for i in kept] for name, values in curves.items()},
+        }
+
+
+async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIterator[Row]:
+    """Yield a row for each share of memory and each way. Raises ConfigError for memory that is too small for one."""
+    # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    model = models.resolve(config.model.name, config.home)
+    text = text_tokens(model, wanted.requests * wanted.tokens_in)
+    prompts = [text[i * wanted.tokens_in :][: wanted.tokens_in] for i in range(wanted.requests)]
+    longest = wanted.tokens_in + wanted.tokens_out
+    for share in wanted.shares:
+        num_blocks = int(share * wanted.requests * longest) // BLOCK_TOKENS
+        if num_blocks * BLOCK_TOKENS < longest + 1:
+            raise ConfigError(f"{share:.0%} of what {wanted.requests} requests take isn't enough for one of them")
+        right: list[tuple[int, ...]] = []
+        for way in (VLLM, *wanted.ways):
+            progress.update(f"{share:.0%} of the memory, {way}")
+            found = await _measure(config, model, way, num_blocks, prompts, wanted)
+            right = right or found.answers
+            yield {
+                "share": share,
+                "way": way,
+                "kv_tokens": num_blocks * BLOCK_TOKENS,
+                **{name: getattr(wanted, name) for name in ("requests", "tokens_in", "tokens_out")},
+                **found.row(),
+                "answers_that_differ": sum(a != b for a, b in zip(found.answers, right, strict=True)),
+                "model": config.model.name,
+                "dtype": config.model.dtype,
+            }
+
+
+async def _measure(
+    config: Config, model: Path, way: str, num_blocks: int, prompts: list[list[int]], wanted: Pressure
+) -> _Course:
+    """Return the fastest course on a new engine."""
+    own = config.model if way == VLLM else config.model.model_copy(update={"preemption": way})
+    arguments: dict[str, Any] = {
+        "num_gpu_blocks_override": num_blocks + 1,  # vLLM keeps one for itself
+        "max_model_len": wanted.tokens_in + wanted.tokens_out + 1,
+        "disable_log_stats": False,
+    }
+    with folder() as temporary:
+        engine = await Engine.start(model, own, Path(temporary), "0" * 32, alone=way == VLLM, **arguments)
+        try:
+            if way != VLLM and engine.unsupported:
+                raise ModelError(f"nothing to measure: {engine.unsupported}")
+            await _answer(engine, prompts[0][::-1], "warm", 8, _Course())
+            courses = [await _course(engine, prompts, f"{i}", wanted.tokens_out) for i in range(wanted.repeats)]
+        finally:
+            await engine.close()
+    return min(courses, key=lambda course: course.seconds[-1])
+
+
+async def _course(engine: Engine, prompts: list[list[int]], salt: str, num_tokens: int) -> _Course:
+    """Ask all at once, and watch."""
+    course, (_, before), begin = _Course(), _account(), time.perf_counter()
+    progress: list[int] = [0]
+
+    def sample() -> None:
+        kv_use, preemptions = _account()
+        course.seconds.append(time.perf_counter() - begin)
+        course.kv_use.append(kv_use)
+        course.preemptions.append(preemptions - before)
+        course.tokens.append(progress[0])
+
+    async def watch() -> None:
+        while True:
+            sample()
+            await asyncio.sleep(_SAMPLED_S)
+
+    watching = asyncio.create_task(watch())
+    asked = (_answer(engine, prompt, f"{salt}-{i}", num_tokens, course, progress) for i, prompt in enumerate(prompts))
+    course.answers = await asyncio.gather(*asked)
+    watching.cancel()
+    sample()
+    return course
+
+
+async def _answer(
+    engine: Engine, prompt: list[int], salt: str, num_tokens: int, course: _Course, progress: list[int] | None = None
+) -> tuple[int, ...]:
+    tokens: list[int] = []
+    async for output in engine.generate(prompt, max_tokens=num_tokens, salt=salt, ignore_eos=True):
+        tokens += output.token_ids
+        course.num_resumed += output.num_resumed_tokens
+        if progress is not None:
+            progress[0] += len(output.token_ids)
+    return tuple(tokens)
+
+
+def _account() -> tuple[float, int]:
+    """Return which share of its memory for KV vLLM uses, and how many requests it has preempted, as it counts them."""
+    from prometheus_client import REGISTRY
+
+    found = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
+    return found.get("vllm:kv_cache_usage_perc", 0.0), int(found.get("vllm:num_preemptions_total", 0))
+
+
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Draw KV use, preemptions and tokens over time: a column for each share of memory."""
+    shares = list(dict.fromkeys(row["share"] for row in rows))
+    names = (("kv_use", "KV in use, %"), ("preemptions", "preemptions"), ("tokens", "tokens of answers"))
+    size = (4.5 * len(shares), 8)
+    figure, axes = plt.subplots(3, len(shares), figsize=size, squeeze=False, sharex="col", layout="constrained")
+    for column, share in zip(axes.T, shares, strict=True):
+        for row in (row for row in rows if row["share"] == share):
+            course = row["course"]
+            for ax, (name, _) in zip(column, names, strict=True):
+                values = np.array(course[name]) * (100 if name == "kv_use" else 1)
+                label = f"{row['way']}, {row['tokens_per_s']:.0f} tokens/s"
+                ax.plot(course["seconds"], values, color=_COLORS[row["way"]], label=label)
+        column[0].set_title(f"memory for {share:.0%} of the KV", fontsize=10)
+        column[-1].set_xlabel("seconds")
+        column[-1].legend(fontsize=8)
+    for ax, (_, label) in zip(axes[:, 0], names, strict=True):
+        ax.set_ylabel(label)
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
