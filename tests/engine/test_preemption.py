@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 
 pytestmark = pytest.mark.engine
 
-NUM_REQUESTS, NUM_IN, NUM_OUT = 4, 300, 110  # three blocks each, then four
-NUM_BLOCKS = 10  # one of which vLLM keeps for itself
+NUM_REQUESTS, NUM_IN, NUM_OUT = 4, 250, 24  # two blocks each, then three
+NUM_BLOCKS = 7  # one of which vLLM keeps for itself
 _salts = itertools.count()
 
 
@@ -21,7 +21,7 @@ def preemptions():
 
 @pytest.fixture(scope="module")
 def opened(runner, smollm, tmp_path_factory):
-    """Starts engines with memory for 9 blocks, or for all, one after another."""
+    """Starts engines with memory for 6 blocks, or for all, one after another."""
     started = []
 
     def start(num_blocks=NUM_BLOCKS, **args):
@@ -79,7 +79,8 @@ def test_answers_are_vllms_whichever_way_requests_come_back(opened, expected, pr
 
 def test_fused_requests_come_back_as_they_were(opened, expected, text, anchor, question):
     """Their answers go on over the same fused KV, and their reports tell of the prompt only."""
-    chunks = [text[4000 + 150 * i :][:150] for i in range(2 * NUM_REQUESTS)]
+    num_tokens = (NUM_IN - len(anchor) - len(question)) // 2
+    chunks = [text[4000 + 150 * i :][:num_tokens] for i in range(2 * NUM_REQUESTS)]
     laid_out = [lay_out(anchor, chunks[2 * i : 2 * i + 2], question, "none") for i in range(NUM_REQUESTS)]
 
     def answers(harness):
@@ -99,5 +100,5 @@ def test_fused_requests_come_back_as_they_were(opened, expected, text, anchor, q
     assert times >= 1 and sum(bool(answer.num_resumed) for answer in found) >= 1
     for answer, other in zip(found, right, strict=True):
         assert_same(answer, other)
-        assert answer.report.tokens.reused == other.report.tokens.reused > 250
+        assert answer.report.tokens.reused == other.report.tokens.reused > 100
         assert answer.report.policy is not None and answer.report.tokens.exact == 0
