@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from ragkv.cli.settings import named_section
-from ragkv.config import Section, setting_fields, variable
+from ragkv.config import Section
+from ragkv.settings import setting_fields, variable
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- begin: made by docs/settings.py -->\n", "\n<!-- end -->"

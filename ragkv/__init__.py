@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer, AnswerOptions
-    from ragkv.config import Config, load_config
+    from ragkv.config import Config
     from ragkv.pipeline import Pipeline
     from ragkv.policies import Policy
+    from ragkv.settings import load_config
 
 __version__ = "0.1.0"
 __all__ = ["Answer", "AnswerOptions", "Config", "Pipeline", "Policy", "load_config"]
@@ -25,7 +26,7 @@ _NAME_TO_MODULE = {
     "Config": "ragkv.config",
     "Pipeline": "ragkv.pipeline",
     "Policy": "ragkv.policies",
-    "load_config": "ragkv.config",
+    "load_config": "ragkv.settings",
 }
 
 

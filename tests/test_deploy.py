@@ -15,9 +15,10 @@ from server_harness import ScriptedPipeline, running
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.config import MAIN, Config, load_config, setting_fields, variable
+from ragkv.config import MAIN, Config
 from ragkv.server.gate import OPEN
 from ragkv.server.run import GRACE_S
+from ragkv.settings import load_config, setting_fields, variable
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

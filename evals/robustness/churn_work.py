@@ -14,11 +14,12 @@ from typing import Any
 
 from ragkv.answer import Answer, AnswerOptions
 from ragkv.cli.session import log_file, prepare
-from ragkv.config import Config, load_config
+from ragkv.config import Config
 from ragkv.errors import RagKVError
 from ragkv.evals.manual import TITLES, excerpt
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
+from ragkv.settings import load_config
 
 Emit = Callable[[dict[str, Any]], None]
 _ANSWER_TOKENS = 12

@@ -14,9 +14,10 @@ import typer
 from ragkv.cli import output
 from ragkv.cli.options import AsJson, ConfigFile, Tenant
 from ragkv.cli.output import err, out
-from ragkv.config import MAIN, Config, load_config, read_sources
+from ragkv.config import MAIN, Config
 from ragkv.errors import ConfigError, StoreError
 from ragkv.files import atomic_write
+from ragkv.settings import load_config, read_sources
 
 if TYPE_CHECKING:
     from ragkv.store.disk_store import DiskStore

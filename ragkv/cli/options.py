@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config, load_config
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
+from ragkv.settings import load_config
 
 _PANEL = "Settings"
 ConfigFile = Annotated[

@@ -10,7 +10,8 @@ import tomlkit
 from pydantic.fields import FieldInfo
 from tomlkit.items import Item
 
-from ragkv.config import Config, Section, origin, setting_fields
+from ragkv.config import Config, Section
+from ragkv.settings import origin, setting_fields
 
 _NUM_HASH_DIGITS = 8
 

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ragkv import cli
-from ragkv.config import Config, TenantConfig, load_config, setting_fields, variable
+from ragkv.config import Config, TenantConfig
+from ragkv.settings import load_config, setting_fields, variable
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "settings.py"))
 reference = SCRIPT["reference"]

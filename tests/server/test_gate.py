@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from ragkv import server
 from ragkv.cli import app
-from ragkv.config import MAIN, Config, ServerConfig, load_config
+from ragkv.config import MAIN, Config, ServerConfig
 from ragkv.errors import ConfigError
 from ragkv.server.gate import MAX_BODY_BYTES, OPEN, hash_of, is_loopback
+from ragkv.settings import load_config
 
 QUESTION = {"question": "who?"}
 KEYS = {name: f"ragkv-{name * 12}" for name in ("ann", "bob")}
