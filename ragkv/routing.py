@@ -124,8 +124,9 @@ class Router:
         num_tokens, prefill_ms = len(prompt.token_ids), None
         if self.profile is not None:
             prefill_ms = 1e3 * self.profile.prefill_ms(num_tokens) / num_tokens
-        keep = "session" if options.hand_over == "give" or (continues and options.keep is None) else options.keep
-        return PrefixUse(keep, generation, prefill_ms)
+        is_given = options.hand_over == "give"
+        keep = "session" if is_given or (continues and options.keep is None) else options.keep
+        return PrefixUse(keep, generation, prefill_ms, is_given)
 
     def _may_continue(self, options: AnswerOptions) -> bool:
         """Return whether a turn's prompt begins with the one before, so that vLLM's prefix cache may have its KV."""

@@ -18,7 +18,7 @@ from ragkv.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
-_POLL_S, _LONGEST_S = 0.01, 10.0  # until a prompt's KV is written
+_POLL_S, _LONGEST_S = 0.01, 5.0  # until a prompt's KV is written
 
 
 class SharedPrefixes:
@@ -63,7 +63,7 @@ class SharedPrefixes:
         shared there. Returns whether it is."""
         if engine.unsupported is not None or request.prefix.generation is None:
             return False
-        keys = await asyncio.to_thread(self._longest, request, engine, lambda key: True)
+        keys = await asyncio.to_thread(self._kept, request, engine)
         end = time.monotonic() + _LONGEST_S
         while not all(map(EntryFolder(self._folder / f"v{FORMAT_VERSION}").contains, keys)):
             if time.monotonic() > end or generation(self._folder) != request.prefix.generation:
@@ -72,11 +72,18 @@ class SharedPrefixes:
             await asyncio.sleep(_POLL_S)
         return self._tier is None or not await asyncio.to_thread(self._tier.send)
 
+    def _kept(self, request: Request, engine: Engine) -> list[ChunkKey]:
+        """Return the segments of all full blocks of a request's prompt."""
+        known, token_ids = self._known(engine, lambda key: False), request.prompt.token_ids
+        hashes = engine.block_hashes(token_ids, request.salt)
+        return [known.key(span) for span in known.missing(hashes, len(hashes))]
+
     def _longest(self, request: Request, engine: Engine, contains: Callable[[ChunkKey], bool]) -> dict[ChunkKey, int]:
         """Return the segments of a request's longest prefix of which `contains` is true, and their tokens."""
-        known = Prefixes(
-            contains, partial(generation, self._folder), self._fingerprint, engine.kv_heads, engine.block_size
-        )
-        token_ids = request.prompt.token_ids
+        known, token_ids = self._known(engine, contains), request.prompt.token_ids
         spans = known.find(engine.block_hashes(token_ids, request.salt), 0, len(token_ids) - 1)
         return {known.key(span): span.end - span.start for span in spans}
+
+    def _known(self, engine: Engine, contains: Callable[[ChunkKey], bool]) -> Prefixes:
+        since = partial(generation, self._folder)
+        return Prefixes(contains, since, self._fingerprint, engine.kv_heads, engine.block_size)

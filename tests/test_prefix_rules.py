@@ -183,6 +183,7 @@ def test_nothing_is_stored_before_the_worker_can_or_beyond_the_budget(prefixes):
     engine = Engine(prefixes, bytes_per_hour=3 * BLOCK)
     assert ends(engine.ask("1", "abcd", keep="session")[1].spans) == [(0, 2)]
     assert engine.ask("2", "xyz", keep="session")[1] is None
+    assert ends(engine.ask("3", "xyz", keep="session", is_given=True)[1].spans) == [(0, 2), (2, 3)]
     engine = Engine(prefixes)
     engine.side = SchedulerSide(engine.side._prefixes)
     assert engine.ask("1", "abcd", keep="session") == (0, None)

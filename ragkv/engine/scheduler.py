@@ -215,7 +215,9 @@ class SchedulerSide:
         hashes = request.block_hashes
         num_blocks = self._prefixes.reuse.worth(use.keep, hashes, request.num_prompt_tokens, num_blocks)
         try:
-            spans = tuple(takewhile(self._may_write, stored.missing(hashes, num_blocks)))
+            spans = stored.missing(hashes, num_blocks)
+            if not use.is_given:
+                spans = tuple(takewhile(self._may_write, spans))
         except OSError as error:
             logger.warning("the prefix of request %s isn't kept: %s", request.request_id, error)
             return False

@@ -102,11 +102,13 @@ class PrefixUse:
     keep: what of it is stored when it ends (`KEEPS`); None: what has come back before. generation: of the store when
     the prompt's text was looked up; nothing is stored if it is another one by then. None: as the request arrives.
     prefill_ms: what vLLM takes for a thousand tokens; a stored prefix is loaded only if that is quicker. None: always.
+    is_given: another server waits for it, so that it is written whatever was written before.
     """
 
     keep: Keep | None = None
     generation: int | None = None
     prefill_ms: float | None = None
+    is_given: bool = False
 
 
 @dataclass(frozen=True)
