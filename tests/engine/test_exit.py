@@ -17,7 +17,7 @@ import ragkv
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 
 pytestmark = pytest.mark.engine
-START_S, END_S = 240, 60
+START_S, END_S = 400, 180
 
 
 @pytest.fixture(scope="module")
