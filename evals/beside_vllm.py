@@ -1,9 +1,9 @@
-"""Two engines on the same model and memory, ragkv's and vLLM alone, for requests that go to each of them."""
+"""Engines on the same model and memory, ragkv's, vLLM alone and LMCache's, for requests that go to each of them."""
 
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import Keep, PrefixUse
 from ragkv.errors import ModelError
+from ragkv.evals import lmcache
 
 BLOCK_TOKENS = 128  # of vLLM's blocks on CPU
-RAGKV, VLLM = "ragkv", "vLLM"
+RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A request. prefix: tokens from vLLM's prefix cache; stored: from the disk. Times in seconds."""
+    """A request. prefix: tokens from vLLM's prefix cache, or from LMCache; stored: from the disk. Times in seconds."""
 
     ttft_s: float
     total_s: float
@@ -31,10 +32,10 @@ class Timed:
     token_ids: tuple[int, ...]
 
 
-async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool) -> Engine:
+async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool, **more: Any) -> Engine:
     """Start an engine with memory for the KV of so many tokens; alone: vLLM without ragkv.
 
-    folder: where ragkv keeps what it keeps. Raises ModelError for a model that can't be fused.
+    folder: where ragkv keeps what it keeps. more: vLLM's arguments. Raises ModelError for a model that can't be fused.
     """
     # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
@@ -43,6 +44,7 @@ async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool) ->
     arguments: dict[str, Any] = {
         "num_gpu_blocks_override": -(-kv_tokens // BLOCK_TOKENS) + 1,
         "max_model_len": min(limit for limit in limits if limit is not None),
+        **more,
     }
     prefixes = config.store.prefix_options(folder / "prefixes")
     engine = await Engine.start(model, config.model, folder / "kv", "0" * 32, {}, prefixes, alone=alone, **arguments)
@@ -53,14 +55,39 @@ async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool) ->
 
 
 @asynccontextmanager
-async def beside_vllm(config: Config, folder: Path, kv_tokens: int) -> AsyncGenerator[dict[str, Engine]]:
-    """Start both engines; arguments as of `start`."""
+async def beside_vllm(
+    config: Config, folder: Path, kv_tokens: int, lmcache_arguments: dict[str, Any] | None = None
+) -> AsyncGenerator[dict[str, Engine]]:
+    """Start ragkv's engine, vLLM alone, and LMCache's, given vLLM's arguments for it; others as of `start`."""
+    arms: list[tuple[str, bool, dict[str, Any]]] = [(RAGKV, False, {}), (VLLM, True, {})]
+    arms += [(LMCACHE, True, lmcache_arguments)] if lmcache_arguments else []
     async with AsyncExitStack() as stack:
         engines = {}
-        for name, alone in ((RAGKV, False), (VLLM, True)):
-            engines[name] = await start(config, folder, kv_tokens, alone=alone)
+        for name, alone, more in arms:
+            engines[name] = await start(config, folder, kv_tokens, alone=alone, **more)
             stack.push_async_callback(engines[name].close)
         yield engines
+
+
+@asynccontextmanager
+async def peer(folder: Path, *, is_wanted: bool) -> AsyncGenerator[dict[str, Any] | None]:
+    """Start LMCache's server, if it is wanted, which outlives the engines. Yields `beside_vllm`'s argument.
+
+    Raises ConfigError if LMCache isn't installed, ModelError if its server doesn't start.
+    """
+    if not is_wanted:
+        yield None
+        return
+    lmcache.require()
+    async with lmcache.server(folder / "lmcache.log") as arguments:
+        yield arguments
+
+
+def in_turn(engines: Iterable[str], number: int) -> list[str]:
+    """Return the engines' names in an order that differs from one group of requests to the next."""
+    names = list(engines)
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
 async def ask(

@@ -209,15 +209,17 @@ def chat(rows: Sequence[Row]) -> None:
         table.add_row(row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, rate)
     out.width = max(out.width, _WIDTH)
     out.print(table)
-    for part in dict.fromkeys(row["part"] for row in rows):
-        row = next(row for row in rows if row["part"] == part)
-        out.print(f"{part}: {row['answers_that_differ']} of {row['answers']} answers differ from vLLM's")
+    for part, engine in dict.fromkeys((row["part"], row["engine"]) for row in rows if row["engine"] != "vLLM"):
+        row = next(row for row in rows if (row["part"], row["engine"]) == (part, engine))
+        differing = f"{row['answers_that_differ']} of {row['answers']}"
+        out.print(f"{part}: {differing} answers of {engine} differ from vLLM's")
 
 
 def analytics(rows: Sequence[Row]) -> None:
     columns = ("instruction", "ragkv", "vLLM", "ratio", "of TTFT", "restarted: ragkv", "vLLM", "speed-up", "differ")
+    has_peer = any("lmcache_ratio" in row for row in rows)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in columns:
+    for name in (*columns, *(("LMCache: ratio", "restarted") if has_peer else ())):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -230,6 +232,7 @@ def analytics(rows: Sequence[Row]) -> None:
             f"{row['vllm_restarted_ttft_ms']:,.0f} ms",
             f"{row['restart_speedup']:.1f}×",
             f"{row['answers_that_differ']} of {row['requests']}",
+            *((f"{row['lmcache_ratio']:.3f}", f"{row['lmcache_restarted_ttft_ms']:,.0f} ms") if has_peer else ()),
         )
     out.width = max(out.width, _WIDTH)
     out.print(table)

@@ -1,12 +1,13 @@
 """`ragkv eval analytics`: many short texts behind one instruction, two tokens each, next to vLLM alone.
 
-The instruction is a number of tweets with their sentiment. While both have it in memory, a batch goes to the one engine
-and to the other in turns; then both are started again, and are asked once.
+The instruction is a number of tweets with their sentiment. While all have it in memory, a batch goes to one engine
+after the other; then they are started again, and are asked once.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
-from ragkv.evals.beside_vllm import RAGKV, VLLM, Timed, ask, beside_vllm, folder
+from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Analytics
 
@@ -31,50 +32,55 @@ async def run(config: Config, wanted: Analytics, progress: Progress) -> AsyncIte
     tweets = _Tweets(config, wanted)
     rows: dict[int, Row] = {}
     with folder() as temporary:
-        async with beside_vllm(config, Path(temporary), _KV_TOKENS) as engines:
-            for num_tokens in (*wanted.tokens, 0):
-                progress.update(f"an instruction of {num_tokens} tokens")
-                rows[num_tokens] = await _compare(engines, tweets, num_tokens, wanted.repeats, progress)
-        progress.update("starting both engines again")
-        async with beside_vllm(config, Path(temporary), _KV_TOKENS) as engines:
-            for engine in engines.values():
-                await ask(engine, [1] * 512, _OUT, "once")  # the first forward of such a length is slow in itself
-            for num_tokens, row in rows.items():
-                prompt = tweets.prompts(num_tokens, wanted.repeats + 1)[0]
-                first = {name: await ask(engine, prompt, _OUT, "once") for name, engine in engines.items()}
-                times = {f"{name.lower()}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
-                yield row | {
-                    **{name: round(time_ms, 1) for name, time_ms in times.items()},
-                    "stored_tokens": first[RAGKV].stored,
-                    "restart_speedup": round(first[VLLM].ttft_s / first[RAGKV].ttft_s, 2),
-                }
+        async with peer(Path(temporary), is_wanted=wanted.lmcache) as lmcache:
+            async with beside_vllm(config, Path(temporary), _KV_TOKENS, lmcache) as engines:
+                for num_tokens in (*wanted.tokens, 0):
+                    progress.update(f"an instruction of {num_tokens} tokens")
+                    rows[num_tokens] = await _compare(engines, tweets, num_tokens, wanted.repeats, progress)
+            progress.update("starting the engines again")
+            async with beside_vllm(config, Path(temporary), _KV_TOKENS, lmcache) as engines:
+                for engine in engines.values():
+                    await ask(engine, [1] * 512, _OUT, "once")  # the first forward of such a length is slow in itself
+                for num_tokens, row in rows.items():
+                    prompt = tweets.prompts(num_tokens, wanted.repeats + 1)[0]
+                    first = {name: await ask(engine, prompt, _OUT, "once") for name, engine in engines.items()}
+                    times = {f"{name.lower()}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
+                    yield row | {
+                        **{name: round(time_ms, 1) for name, time_ms in times.items()},
+                        "stored_tokens": first[RAGKV].stored,
+                        "restart_speedup": round(first[VLLM].ttft_s / first[RAGKV].ttft_s, 2),
+                    }
 
 
 async def _compare(
     engines: dict[str, Engine], tweets: "_Tweets", num_tokens: int, repeats: int, progress: Progress
 ) -> Row:
     """Return how many requests a second each engine answers with the instruction in its memory."""
-    rates: dict[str, list[float]] = {RAGKV: [], VLLM: []}
-    ttfts: dict[str, list[float]] = {RAGKV: [], VLLM: []}
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    ttfts: dict[str, list[float]] = {name: [] for name in engines}
     differing = 0
-    for engine in engines.values():  # so that both have it, and ragkv has seen it come back
+    for engine in engines.values():  # so that all have it, and ragkv has seen it come back
         await _throughput(engine, tweets.prompts(num_tokens, repeats)[:4])
         await _throughput(engine, tweets.prompts(num_tokens, repeats)[4:8])
     for i in range(repeats):
         answers = {}
         prompts = tweets.prompts(num_tokens, i)
-        for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
+        for name in in_turn(engines, i):
             rate, answers[name] = await _throughput(engines[name], prompts)
             rates[name].append(rate)
             ttfts[name].append(median(each.ttft_s for each in answers[name]))
         differing += sum(a.token_ids != b.token_ids for a, b in zip(answers[RAGKV], answers[VLLM], strict=True))
     ratios = sorted(a / b for a, b in zip(rates[RAGKV], rates[VLLM], strict=True))
+    peers = {}
+    if LMCACHE in rates:
+        peers["lmcache_ratio"] = round(median(map(truediv, rates[LMCACHE], rates[VLLM])), 3)
     return {
         "instruction_tokens": num_tokens,
         "requests": repeats * len(prompts),
         **{f"{name.lower()}_per_s": round(median(rates[name]), 2) for name in rates},
         "throughput_ratio": round(median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        **peers,
         "ttft_ratio": round(median(a / b for a, b in zip(ttfts[RAGKV], ttfts[VLLM], strict=True)), 3),
         "answers_that_differ": differing,
     }

@@ -1,7 +1,7 @@
 """`ragkv eval chat`: real conversations, whose KV leaves vLLM's memory between two turns, next to vLLM alone.
 
 Users talk at the same time, each waiting a while between an answer and the next question. A group of conversations goes
-to the one engine, then to the other, so that both see the same arrivals. The history is what the data has, also its
+to one engine after the other, so that all see the same arrivals. The history is what the data has, also its
 answers: of these, KV was computed with the question after them only.
 """
 
@@ -20,7 +20,7 @@ from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
-from ragkv.evals.beside_vllm import RAGKV, VLLM, Timed, ask, beside_vllm, folder
+from ragkv.evals.beside_vllm import VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Chat
 
@@ -33,7 +33,7 @@ _COMMON = "You are a careful assistant. Answer truthfully, say what you don't kn
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, asked of both engines. is_later: not the first of its conversation."""
+    """One question, asked of each engine. is_later: not the first of its conversation."""
 
     token_ids: list[int]
     is_later: bool
@@ -42,27 +42,30 @@ class Turn:
 async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator[Row]:
     """Yield a row for each engine and length of prompt, of the talks and of the first turns after a restart."""
     all_talks = talks(config, wanted)
-    asked: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
-    seconds = dict.fromkeys(asked, 0.0)
     groups = [all_talks[i : i + wanted.users] for i in range(0, len(all_talks), wanted.users)]
     with folder() as temporary:
-        async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
-            for i, group in enumerate(groups):
-                progress.update("conversations", i * wanted.users, len(all_talks))
-                for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
-                    begin = time.perf_counter()
-                    asked[name] += await _talk(engines[name], group, wanted, random.Random(i))
-                    seconds[name] += time.perf_counter() - begin
-        for row in _rows("talk", asked, wanted, seconds):
-            yield row
-        progress.update("starting both engines again")
-        last: dict[str, list[Timed]] = {RAGKV: [], VLLM: []}
-        async with beside_vllm(config, Path(temporary), wanted.kv_tokens) as engines:
-            for i, talk in enumerate(all_talks):
-                for name in (RAGKV, VLLM) if i % 2 else (VLLM, RAGKV):
-                    last[name].append(await ask(engines[name], talk[-1].token_ids, wanted.tokens, "session"))
-        for row in _rows("after a restart", last, wanted):
-            yield row
+        async with peer(Path(temporary), is_wanted=wanted.lmcache) as lmcache:
+            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, lmcache) as engines:
+                asked: dict[str, list[Timed]] = {name: [] for name in engines}
+                seconds = dict.fromkeys(engines, 0.0)
+                for i, group in enumerate(groups):
+                    progress.update("conversations", i * wanted.users, len(all_talks))
+                    for name in in_turn(engines, i):
+                        begin = time.perf_counter()
+                        asked[name] += await _talk(engines[name], group, wanted, random.Random(i))
+                        seconds[name] += time.perf_counter() - begin
+            for row in _rows("talk", asked, wanted, seconds):
+                yield row
+            progress.update("starting the engines again")
+            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, lmcache) as engines:
+                last: dict[str, list[Timed]] = {name: [] for name in engines}
+                for engine in engines.values():  # the first forward of such a length is slow in itself
+                    await ask(engine, [1] * 512, wanted.tokens, "once")
+                for i, talk in enumerate(all_talks):
+                    for name in in_turn(engines, i):
+                        last[name].append(await ask(engines[name], talk[-1].token_ids, wanted.tokens, "session"))
+            for row in _rows("after a restart", last, wanted):
+                yield row
 
 
 async def _talk(engine: Engine, group: Sequence[list[Turn]], wanted: Chat, rng: random.Random) -> list[Timed]:
@@ -81,8 +84,7 @@ async def _talk(engine: Engine, group: Sequence[list[Turn]], wanted: Chat, rng: 
 
 
 def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[str, float] | None = None) -> list[Row]:
-    rows = []
-    differing = sum(a.token_ids != b.token_ids for a, b in zip(*asked.values(), strict=True))
+    rows: list[Row] = []
     for low, high in _BINS:
         for name, all_timed in asked.items():
             timed = [each for each in all_timed if low <= each.num_tokens < high]
@@ -101,7 +103,9 @@ def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[
                 "prefix_share": round(sum(each.prefix for each in timed) / num_tokens, 4),
                 "stored_share": round(sum(each.stored for each in timed) / num_tokens, 4),
                 "users": wanted.users,
-                "answers_that_differ": differing,
+                "answers_that_differ": sum(
+                    a.token_ids != b.token_ids for a, b in zip(all_timed, asked[VLLM], strict=True)
+                ),
                 "answers": len(all_timed),
             }
             if seconds:

@@ -127,7 +127,7 @@ def test_a_chunk_takes_its_average_unless_it_is_exact_or_there_is_none(runner, p
 
 
 def test_a_conversation_goes_on_from_its_own_kv(runner, pipeline):
-    """With everything recomputed a second turn answers as it would alone; with less, only it is given the first's KV."""
+    """All recomputed, a second turn answers as it would alone; with less, the first's KV is kept for it alone."""
 
     def ask(question, turns=(), policy="query:1.0", **options):
         asked = Conversation(question, turns, "Be kind.")
