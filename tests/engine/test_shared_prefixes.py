@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from bucket import new_bucket, s3_server
 
 from ragkv.answer import AnswerOptions
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.controller.cost_model import Profile
+from ragkv.evals.bucket import new_bucket, s3_server
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
 from ragkv.store import remote as remote_module
@@ -25,7 +25,7 @@ SLOW = Profile(Policy.parse("none"), prefill=(200_000.0, 0.0, 0.0), fused=(0.0,)
 def bucket(monkeypatch):
     monkeypatch.setattr(remote_module, "REST_S", 0.5)
     monkeypatch.setattr(remote_module, "LONGEST_REST_S", 1.0)
-    with s3_server() as port, new_bucket(port, monkeypatch) as bucket:
+    with s3_server() as port, new_bucket(port) as bucket:
         yield bucket
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ragkv.errors import EngineStoppedError
-from ragkv.evals.robustness import survival
+from ragkv.evals.robustness import prefix_damage, survival
 from ragkv.evals.robustness.faults import Part, Round
+from ragkv.evals.robustness.victim import note
 
 
 class Victim:
@@ -61,8 +62,8 @@ def test_no_other_error_passes():
 
 def test_a_wrong_answer_is_a_failure():
     part = Part("kind")
-    survival._note(part, Round(0, "from the disk"))
-    survival._note(part, Round(1, "computed", "(1,) and not (2,)"))
+    note(part, Round(0, "from the disk"))
+    note(part, Round(1, "computed", "(1,) and not (2,)"))
     assert part.row()["rounds"] == 2 and part.row()["failed"] == 1
     assert part.row()["outcomes"] == {"computed": 1, "from the disk": 1}
 
@@ -71,9 +72,9 @@ def test_damages_change_a_file(tmp_path):
     file = tmp_path / "entry"
     for i in range(20):
         file.write_bytes(bytes(1000))
-        survival._flip(file, random.Random(i))
+        prefix_damage._flip(file, random.Random(i))
         assert sum(byte.bit_count() for byte in file.read_bytes()) == 1
-        survival._cut(file, random.Random(i))
+        prefix_damage._cut(file, random.Random(i))
         assert file.stat().st_size < 1000
-    survival._lose(file, random.Random(0))
+    prefix_damage._lose(file, random.Random(0))
     assert not file.exists()

@@ -1,5 +1,6 @@
 import pytest
-from bucket import new_bucket, s3_server
+
+from ragkv.evals.bucket import new_bucket, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -9,6 +10,6 @@ def s3_port():
 
 
 @pytest.fixture
-def bucket(s3_port, monkeypatch):
-    with new_bucket(s3_port, monkeypatch) as bucket:
+def bucket(s3_port):
+    with new_bucket(s3_port) as bucket:
         yield bucket

@@ -4,12 +4,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from bucket import MIB
 from store_samples import make_key
 
 from ragkv.errors import ConfigError, RemoteError
 from ragkv.store import remote as remote_module
 from ragkv.store.remote import Breaker, Link, Remote
+
+MIB = 1 << 20
 
 
 @pytest.fixture(params=["s3", "file"])

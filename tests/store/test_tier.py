@@ -10,7 +10,6 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from bucket import MIB
 from store_samples import make_key, make_layers
 
 from ragkv.config import StoreConfig
@@ -20,6 +19,8 @@ from ragkv.store.disk_store import DiskStore
 from ragkv.store.fetching import ABSENT, DAMAGED, LATE, OUTAGE
 from ragkv.store.remote import Remote
 from ragkv.store.tier import RemoteTier, open_tier
+
+MIB = 1 << 20
 
 
 @contextmanager
