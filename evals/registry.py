@@ -206,6 +206,8 @@ class Chat:
 
     data: Path = option("Folder that holds sharegpt/.")
     conversations: int = option("How many, from the first on that has three turns.", 24, least=1)
+    least_tokens: int = option("Of a conversation's last prompt.", 0, least=0)
+    turns: int | None = option("The last ones of each that are asked; none: all.", None, least=2)
     users: int = option("How many talk at a time.", 4, least=1)
     think_s: float = option("Mean time between an answer and the next question, in seconds.", 0.5, least=0)
     tokens: int = option("Of an answer.", 16, least=1)

@@ -200,13 +200,15 @@ def stalls(rows: Sequence[Row]) -> None:
 
 def chat(rows: Sequence[Row]) -> None:
     table = Table("", box=None, padding=(0, 2, 0, 0))
-    for name in ("engine", "tokens from", "turns", "TTFT", "p90", "latency", "from memory", "from disk", "turns/s"):
+    for name in ("engine", "tokens from", "turns", "TTFT", "p90", "latency", "from memory", "from disk", "all took"):
         table.add_column(name, justify="left" if name == "engine" else "right")
     for row in rows:
         times = (f"{row[name]:,.0f} ms" for name in ("ttft_ms", "ttft_p90_ms", "latency_ms"))
         shares = (_share(row[name]) for name in ("prefix_share", "stored_share"))
-        rate = f"{row['turns_per_s']:g}" if "turns_per_s" in row else ""
-        table.add_row(row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, rate)
+        seconds = f"{row['seconds']:,.0f} s" if "seconds" in row else ""
+        table.add_row(
+            row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, seconds
+        )
     out.width = max(out.width, _WIDTH)
     out.print(table)
     for part, engine in dict.fromkeys((row["part"], row["engine"]) for row in rows if row["engine"] != "vLLM"):

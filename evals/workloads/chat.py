@@ -54,8 +54,14 @@ async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator
                         begin = time.perf_counter()
                         asked[name] += await _talk(engines[name], group, wanted, random.Random(i))
                         seconds[name] += time.perf_counter() - begin
-            for row in _rows("talk", asked, wanted, seconds):
-                yield row
+            is_first = [i == 0 for talk in all_talks for i, _ in enumerate(talk)]
+            for part, wants_first in (("first turns", True), ("later turns", False)):
+                those = {
+                    name: [t for t, first in zip(timed, is_first, strict=True) if first == wants_first]
+                    for name, timed in asked.items()
+                }
+                for row in _rows(part, those, wanted, seconds):
+                    yield row
             progress.update("starting the engines again")
             async with beside_vllm(config, Path(temporary), wanted.kv_tokens, lmcache) as engines:
                 last: dict[str, list[Timed]] = {name: [] for name in engines}
@@ -109,13 +115,16 @@ def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[
                 "answers": len(all_timed),
             }
             if seconds:
-                row["turns_per_s"] = round(len(all_timed) / seconds[name], 3)
+                row["seconds"] = round(seconds[name], 1)  # of all turns, with the pauses between them
             rows.append(row)
     return rows
 
 
 def talks(config: Config, wanted: Chat) -> list[list[Turn]]:
-    """Return the first conversations of at least three turns, each up to the last turn that fits."""
+    """Return the first conversations of at least three turns, each up to the last turn that fits.
+
+    Raises ConfigError if there are none.
+    """
     file = wanted.data / _FILE
     try:
         conversations = json.loads(file.read_text())
@@ -141,8 +150,10 @@ def talks(config: Config, wanted: Chat) -> list[list[Turn]]:
             if len(token_ids) > most:
                 break
             talk.append(Turn(token_ids, is_later=bool(talk)))
-        if len(talk) >= _LEAST_TURNS:
-            found.append(talk)
+        if len(talk) >= _LEAST_TURNS and len(talk[-1].token_ids) >= wanted.least_tokens:
+            found.append(talk if wanted.turns is None else talk[-wanted.turns :])
         if len(found) == wanted.conversations:
             break
+    if not found:
+        raise ConfigError(f"no conversation in {file} has {wanted.least_tokens} to {most} tokens; lower --least-tokens")
     return found

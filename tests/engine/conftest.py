@@ -17,7 +17,9 @@ from ragkv import models
 from ragkv.config import EMBEDDED_MODEL
 from ragkv.controller.profile import text_tokens
 from ragkv.errors import ModelError
+from ragkv.evals.bucket import new_bucket, s3_server
 from ragkv.prompt import PromptLayout
+from ragkv.store import remote as remote_module
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +71,12 @@ def anchor(layout):
 @pytest.fixture(scope="module")
 def question(layout):
     return layout.question_tokens(QUESTIONS[0])
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket of a real S3 server, which is asked again soon after it was away."""
+    monkeypatch.setattr(remote_module, "REST_S", 0.5)
+    monkeypatch.setattr(remote_module, "LONGEST_REST_S", 1.0)
+    with s3_server() as port, new_bucket(port) as bucket:
+        yield bucket

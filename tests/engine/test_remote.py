@@ -8,10 +8,8 @@ import pytest
 from ragkv.answer import Answer, AnswerOptions
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.controller.cost_model import WAIT_SHARE, Profile
-from ragkv.evals.bucket import new_bucket, s3_server
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
-from ragkv.store import remote as remote_module
 from ragkv.store.fetching import ABSENT, LATE, OUTAGE
 
 pytestmark = pytest.mark.engine
@@ -24,14 +22,6 @@ TEXTS = {
 }
 # As of a machine that takes 20 s for each prefill, so that an answer may wait for 1 s.
 SLOW = Profile(Policy.parse("none"), prefill=(20_000.0, 0.0, 0.0), fused=(0.0,) * 6, cold_ms=0.0)
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    monkeypatch.setattr(remote_module, "REST_S", 0.5)
-    monkeypatch.setattr(remote_module, "LONGEST_REST_S", 1.0)
-    with s3_server() as port, new_bucket(port) as bucket:
-        yield bucket
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import pytest
 from ragkv.answer import AnswerOptions
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, Config
 from ragkv.controller.cost_model import Profile
-from ragkv.evals.bucket import new_bucket, s3_server
 from ragkv.pipeline import Pipeline
 from ragkv.policies import Policy
-from ragkv.store import remote as remote_module
 from ragkv.store.fetching import OUTAGE
 
 pytestmark = pytest.mark.engine
@@ -19,14 +17,6 @@ TEA = "Darjeeling tea is picked four times a year. The first flush in March give
 QUESTION = "When is it picked? " + " ".join(f"Mind the note number {i} on tea, too." for i in range(50))
 # As of a machine that takes minutes for each prefill, so that an answer may wait for 10 s.
 SLOW = Profile(Policy.parse("none"), prefill=(200_000.0, 0.0, 0.0), fused=(0.0,) * 6, cold_ms=0.0)
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    monkeypatch.setattr(remote_module, "REST_S", 0.5)
-    monkeypatch.setattr(remote_module, "LONGEST_REST_S", 1.0)
-    with s3_server() as port, new_bucket(port) as bucket:
-        yield bucket
 
 
 def config_of(home, smollm, bucket):
