@@ -24,12 +24,15 @@ from ragkv.evals.workloads.chat import Turn, talks
 
 _EVENTS = ("nothing", "restart", "nothing", "kill")
 _LONGEST_S = 1.5  # from the first question of a group until the engine is killed
-_LEAST_TOKENS, _MOST_TOKENS = 400, 1000  # of a prompt whose stored KV is damaged
+_LEAST_TOKENS, _MOST_TOKENS = 390, 640  # of a prompt whose stored KV is damaged
 _NUM_DAMAGED = 10  # prompts
+_UNLIMITED_GIB = 1e6  # so that all that is worth it is stored
 
 
 async def run(config: Config, wanted: Survival, progress: Progress) -> AsyncIterator[Row]:
     """Yield a row for what happens between turns, and one for each kind of damage."""
+    unlimited = config.store.model_copy(update={"prefix_gib_per_hour": _UNLIMITED_GIB})
+    config = config.model_copy(update={"store": unlimited})
     chat = Chat(wanted.data, wanted.conversations or _NUM_DAMAGED, tokens=wanted.tokens, kv_tokens=wanted.kv_tokens)
     found = [talk[: wanted.turns] for talk in talks(config, chat)]
     with folder() as temporary:
