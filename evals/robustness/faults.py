@@ -294,4 +294,4 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[str | None]:
     try:
         yield None
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a process may still be about to end

@@ -123,14 +123,10 @@ class _Trial:
 
     async def of_a_full_disk(self) -> Part:
         """Ask on a disk that has hardly any room left, and again once it has."""
-        part, begin, disk = Part("a full disk"), time.monotonic(), self.victim.folder / "prefixes"
-        ballast = disk / "ballast"
+        part, begin = Part("a full disk"), time.monotonic()
+        ballast = self.victim.folder / "prefixes" / "ballast"
         for i, which, rng in self.rounds(part):
-            status = os.statvfs(disk)
-            room = status.f_bavail * status.f_frsize - rng.randrange(24 << 20)
-            descriptor = os.open(ballast, os.O_RDWR | os.O_CREAT)
-            os.posix_fallocate(descriptor, 0, max(1, room))
-            os.close(descriptor)
+            await _take_room(ballast, rng.randrange(24 << 20))
             salt = f"full {i}"
             answers = [await self.ask(which, salt)]
             await asyncio.sleep(0.2)
@@ -202,6 +198,23 @@ async def _written(found: Callable[[], set[_Stored]], number: int) -> list[_Stor
     while len(written := found()) < number and time.monotonic() < end:
         await asyncio.sleep(0.02)
     return list(written)
+
+
+async def _take_room(ballast: Path, num_bytes: int) -> None:
+    """Leave so many bytes on a file's disk, to which something may still be written meanwhile."""
+    end = time.monotonic() + _WRITTEN_S
+    while True:
+        status = os.statvfs(ballast.parent)
+        descriptor = os.open(ballast, os.O_RDWR | os.O_CREAT)
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, status.f_bavail * status.f_frsize - num_bytes))
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        finally:
+            os.close(descriptor)
+        await asyncio.sleep(0.1)
 
 
 def _flipped(data: bytes, rng: random.Random) -> bytes:
