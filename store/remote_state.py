@@ -1,9 +1,12 @@
 """What is known of a bucket without asking it: its entries, what it is still to delete, and what went to and fro."""
 
+import fcntl
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,22 +29,40 @@ class Traffic:
 
 
 class Deletions:
-    """The chunks that are deleted, or cleared, here and not yet in the bucket: an empty file for each, named by it.
+    """The chunks that are deleted, or cleared, here and not yet in the bucket: a file for each, named by it.
 
-    `ALL` is one that means every chunk.
+    `ALL` is one that means every chunk. A file holds a token that is new whenever the chunk is noted, so that what is
+    noted again while it is being deleted stays noted.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._lock_file = folder, folder.with_name(f"{folder.name}.lock")
         folder.mkdir(parents=True, exist_ok=True)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock_file.open("wb") as lock:  # of this call: it excludes other threads too
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def add(self, chunk_hashes: Iterable[str]) -> None:
-        for chunk_hash in chunk_hashes:
-            (self._folder / chunk_hash).touch()
+        with self._locked():
+            for chunk_hash in chunk_hashes:
+                (self._folder / chunk_hash).write_text(uuid.uuid4().hex)
         sync_folder(self._folder)
 
-    def done(self, chunk_hash: str) -> None:
-        (self._folder / chunk_hash).unlink(missing_ok=True)
+    def token(self, chunk_hash: str) -> str | None:
+        """Return what `done` wants to know, None if the chunk isn't noted."""
+        file = self._folder / chunk_hash
+        with self._locked():
+            return file.read_text() if file.exists() else None
+
+    def done(self, chunk_hash: str, token: str) -> None:
+        """Forget a chunk that was deleted since `token` was read, unless it was noted again meanwhile."""
+        file = self._folder / chunk_hash
+        with self._locked():
+            if file.exists() and file.read_text() == token:
+                file.unlink()
 
     def __contains__(self, chunk_hash: str) -> bool:
         return (self._folder / chunk_hash).exists() or (self._folder / ALL).exists()

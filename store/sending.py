@@ -135,6 +135,9 @@ class Sender:
 
     def _delete(self, chunk_hash: str) -> str | None:
         """Delete a chunk's objects, or all. Returns the chunk if they couldn't be reached."""
+        token = self._deletions.token(chunk_hash)
+        if token is None:  # somebody else has deleted them
+            return None
         try:
             if chunk_hash == ALL:
                 self._remote.delete_all()
@@ -145,5 +148,5 @@ class Sender:
         except RemoteError as error:
             logger.warning("KV that was deleted here is still there: %s", error)
             return chunk_hash
-        self._deletions.done(chunk_hash)
+        self._deletions.done(chunk_hash, token)
         return None

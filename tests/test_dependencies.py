@@ -14,11 +14,11 @@ LOWER = {
 }
 # Library to the files that may import it.
 ONLY_IN = {
-    "vllm": ("ragkv/engine/", "evals/workloads/load.py"),
+    "vllm": ("ragkv/engine/", "evals/workloads/load.py", "evals/lmcache.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("ragkv/files.py", "ragkv/salts.py", "retriever/catalog.py"),
-    "obstore": ("store/remote.py",),
+    "obstore": ("store/remote.py", "evals/bucket.py"),
     "lmdb": ("store/opening.py", "store/table.py", "store/usage.py"),
     "bm25s": ("retriever/keywords.py",),
     "sentence_transformers": ("retriever/encoders.py",),

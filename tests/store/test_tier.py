@@ -221,6 +221,26 @@ def test_what_is_deleted_while_it_is_sent_goes(one, bucket, monkeypatch):
     assert bucket.objects() == {}
 
 
+def test_what_is_deleted_again_while_it_is_deleted_goes(one, bucket, monkeypatch):
+    """An entry may arrive after the bucket's objects of its chunk were listed to be deleted, and is noted then."""
+    store, tier = one
+    tier.send()
+    late, delete_chunk = store.entries.read(make_key(1)), Remote.delete_chunk
+
+    def delete_too_early(self, chunk_hash):
+        delete_chunk(self, chunk_hash)
+        self.put(make_key(1), late)
+        tier.note_deletions([chunk_hash])
+
+    store.delete([make_key(1).chunk_hash])
+    with monkeypatch.context() as patched:
+        patched.setattr(Remote, "delete_chunk", delete_too_early)
+        assert not tier.delete_pending()
+    assert tier.num_pending_deletions == 1 and len(bucket.objects()) == 2
+    tier.delete_pending()
+    assert tier.num_pending_deletions == 0 and len(bucket.objects()) == 1
+
+
 def test_what_is_cleared_while_it_is_sent_goes(one, bucket, monkeypatch):
     store, tier = one
     put = Remote.put
