@@ -314,9 +314,10 @@ class Pipeline:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """The store's contents, those of all tenants together."""
+        """What is stored, of all tenants together."""
         in_memory = len(self.workspace.engine.in_memory) if self.workspace.engine else 0
-        return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory}
+        prefix_bytes = prefixes.size_on_disk(self.workspace.home.prefixes)
+        return {**self.workspace.store.admin.gauges(), "memory_chunks": in_memory, "prefix_bytes": prefix_bytes}
 
     async def _score(self, sample: Sample) -> tuple[LogProbs, LogProbs, LogProbs | None]:
         """Return the log-probabilities of a sample's tokens: full prefill's, its own task's, and over the other KV."""

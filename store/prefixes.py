@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ragkv.errors import ConfigError, StoreError
@@ -67,6 +67,15 @@ def generation(folder: Path) -> int:
         return (folder / _CLEARED).stat().st_mtime_ns
     except FileNotFoundError:
         return 0
+
+
+def size_on_disk(folder: Path) -> int:
+    """Return the bytes that all prefixes take, without opening their store."""
+    total = 0
+    for file in (folder / f"v{FORMAT_VERSION}").glob("*/*"):
+        with suppress(FileNotFoundError):  # it is evicted just now
+            total += file.stat().st_blocks * 512
+    return total
 
 
 def clear_prefixes(folder: Path) -> int:

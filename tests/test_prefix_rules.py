@@ -8,7 +8,7 @@ import torch
 
 from ragkv.engine.prefixes import EXACT, Prefixes, Reuse, WriteBudget
 from ragkv.engine.scheduler import PrefixRules, SchedulerSide, StepReports
-from ragkv.engine.task import PrefixUse, Report, StageReport, TokenReport, to_params
+from ragkv.engine.task import PrefixUse, Report, StageReport, TokenReport, lost_from_params, to_params
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
 
@@ -177,6 +177,17 @@ def test_a_folder_that_cant_be_read_costs_the_prefixes_only(prefixes, monkeypatc
     engine.side._generations["2"] = 7  # it became so while the request was in work
     assert not engine.side.save(engine.request("2", "abcd", keep="session"), list(range(5)))
     assert "can't be looked up" in caplog.text and "isn't kept" in caplog.text
+    assert lost_from_params(engine.side.finish("2")) == 1
+
+
+def test_the_next_request_that_ends_says_how_many_prefixes_were_lost(prefixes):
+    engine = Engine(prefixes)
+    assert engine.side.finish("1") is None
+    lost = StepReports({}, num_lost=2)
+    engine.side.keep(lost.aggregate(StepReports({}, num_lost=1)))
+    engine.side.keep(lost)
+    assert lost_from_params(engine.side.finish("2")) == 5
+    assert engine.side.finish("3") is None
 
 
 def test_nothing_is_stored_before_the_worker_can_or_beyond_the_budget(prefixes):

@@ -107,6 +107,8 @@ def print_health(found: "Health") -> None:
     if found.used_bytes is not None and found.pinned_bytes is not None:
         budget = "" if found.disk_bytes is None else f" of {size(found.disk_bytes)} (store.disk_gib)"
         out.print(f"KV           {size(found.used_bytes)}{budget}, {size(found.pinned_bytes)} pinned")
+    if found.prefix_bytes:
+        out.print(f"prefixes     {size(found.prefix_bytes)} (at most store.prefix_gib)")
     if found.verified is None:
         out.print("verified     never (`ragkv store verify`)")
     else:

@@ -27,6 +27,7 @@ from ragkv.engine.task import (
     Report,
     ScoreTask,
     Task,
+    lost_from_params,
     report_from_params,
     resumed_from_params,
     to_params,
@@ -64,7 +65,8 @@ class Engine:
 
     unsupported: why this model's KV can't be fused (None if it can): its requests are served by full prefill.
     counters: how often KV wasn't reused: "missing_chunks", "corrupt_chunks", and "full_prefill: REASON" by request; and
-    "resumed_tokens", whose KV was loaded after vLLM had preempted their request.
+    "resumed_tokens", whose KV was loaded after vLLM had preempted their request, and "lost_prefixes", exact ones that
+    were to be stored and aren't.
     in_memory: the hashes of the chunks that the worker has in memory, as of its last report. max_model_len: the context
     limit in tokens, prompt and answer together. kv_heads: the range of heads in a record. block_size: tokens of vLLM's
     blocks. block_hashes: names the full blocks of a prompt under a salt, as vLLM does.
@@ -183,6 +185,8 @@ class Engine:
         report, num_resumed = report_from_params(params), resumed_from_params(params)
         if num_resumed:
             self.counters["resumed_tokens"] += num_resumed
+        if num_lost := lost_from_params(params):
+            self.counters["lost_prefixes"] += num_lost
         if report is not None:
             self._count(report)
         return report, num_resumed

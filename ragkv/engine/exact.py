@@ -5,6 +5,7 @@ costs time only.
 """
 
 import logging
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ _MOST_WAITING_BYTES = 1 << 28  # of what is copied and not yet written; more isn
 class ExactKV:
     """One for each worker; not thread-safe, but for what its own thread writes.
 
-    loader: of the prefixes' store. disk_bytes: the limit of that store.
+    loader: of the prefixes' store. disk_bytes: the limit of that store. num_lost: the prefixes so far that were to be
+    stored, and of which something isn't.
     """
 
     def __init__(self, loader: KVLoader, store: DiskStore, disk_bytes: int) -> None:
@@ -40,6 +42,8 @@ class ExactKV:
         self._views = find_views(loader.forward)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragkv-prefixes")
         self._waiting_bytes = 0
+        self._lock = threading.Lock()
+        self.num_lost = 0
 
     @property
     def can_save(self) -> bool:
@@ -80,6 +84,7 @@ class ExactKV:
         """Copy segments of a finished request and have them written; yields where a step may end."""
         if self._waiting_bytes > _MOST_WAITING_BYTES:
             logger.warning("prefixes come faster than the disk takes them: %d segments aren't stored", len(save.spans))
+            self.lose()
             return
         copied = []
         for span in save.spans:
@@ -106,10 +111,17 @@ class ExactKV:
                 self._store.control.hint([key.chunk_hash for key, _ in copied], "pin", self._disk_bytes)
         except (StoreError, ConfigError) as error:
             logger.warning("a prefix isn't kept: %s", error)
+            self.lose()
         except Exception:
             logger.exception("a prefix isn't kept")
+            self.lose()
         finally:
             self._waiting_bytes -= num_bytes
+
+    def lose(self) -> None:
+        """Count a prefix that isn't stored as it was to be."""
+        with self._lock:
+            self.num_lost += 1
 
     def close(self) -> None:
         """Wait until what was copied is written."""

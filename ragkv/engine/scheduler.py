@@ -65,16 +65,19 @@ class StepReports(KVConnectorWorkerMetadata):
     """From the worker to the scheduler: the reports of the jobs that ended in the step, by request id.
 
     keeps_prefixes: whether the worker can save blocks and load them. holds: whether it can hold preempted requests' KV.
+    num_lost: the prefixes since the last reports that were to be saved, and aren't.
     """
 
     reports: dict[str, Report]
     keeps_prefixes: bool = False
     holds: bool = False
+    num_lost: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
         assert isinstance(other, StepReports)
         keeps_prefixes = self.keeps_prefixes and other.keeps_prefixes
-        return StepReports({**other.reports, **self.reports}, keeps_prefixes, self.holds and other.holds)
+        num_lost = self.num_lost + other.num_lost
+        return StepReports({**other.reports, **self.reports}, keeps_prefixes, self.holds and other.holds, num_lost)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class SchedulerSide:
         self._jobs: dict[str, Job] = {}
         self._running: dict[str, Job] = {}  # in the worker
         self._resumed: dict[str, int] = {}  # tokens that were loaded again
+        self._num_lost = 0  # prefixes that nobody was told of
         self._aborted: set[str] = set()
         self.reports: dict[str, Report] = {}
 
@@ -186,6 +190,7 @@ class SchedulerSide:
     def keep(self, step: StepReports) -> None:
         """Keep the reports of requests that haven't been aborted in the meantime."""
         self._worker_keeps |= step.keeps_prefixes
+        self._num_lost += step.num_lost
         if self._preempted is not None:
             self._preempted.worker_holds |= step.holds
         for id, report in step.reports.items():
@@ -220,6 +225,7 @@ class SchedulerSide:
                 spans = tuple(takewhile(self._may_write, spans))
         except OSError as error:
             logger.warning("the prefix of request %s isn't kept: %s", request.request_id, error)
+            self._num_lost += 1
             return False
         if spans:
             since = generation if use.generation is None else use.generation
@@ -231,10 +237,14 @@ class SchedulerSide:
         return self._prefixes.budget.take((span.end - span.start) * self._prefixes.bytes_per_token)
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
-        """Forget the request. Returns its report as plain data, None if it has none."""
+        """Forget the request. Returns its report as plain data, None if it has none.
+
+        The first request that ends says how many prefixes were lost since the last one did.
+        """
         self._matched.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             self._aborted.add(request_id)
         if self._preempted is not None:
             self._preempted.forget(request_id)
-        return report_to_params(self.reports.pop(request_id, None), self._resumed.pop(request_id, 0))
+        num_lost, self._num_lost = self._num_lost, 0
+        return report_to_params(self.reports.pop(request_id, None), self._resumed.pop(request_id, 0), num_lost)

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 from ragkv.policies import Policy
 
 TASK_KEY, REPORT_KEY, PREFIX_KEY = "ragkv_task", "ragkv_report", "ragkv_prefix"  # in a request's `kv_transfer_params`
-RESUMED_KEY = "ragkv_resumed"
+RESUMED_KEY, LOST_KEY = "ragkv_resumed", "ragkv_lost"
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 Keep = Literal["session", "shared", "once"]
 KEEPS: dict[str, str] = {
@@ -238,11 +238,13 @@ def task_from_params(params: dict[str, Any] | None) -> Task | None:
     return _TASK.validate_python(params[TASK_KEY]) if params and TASK_KEY in params else None
 
 
-def report_to_params(report: Report | None, num_resumed: int = 0) -> dict[str, Any] | None:
-    """Return the `kv_transfer_params` of a request's last output, plain data: the report, and for how many tokens KV
-    was loaded that was held while the request was preempted."""
+def report_to_params(report: Report | None, num_resumed: int = 0, num_lost: int = 0) -> dict[str, Any] | None:
+    """Return the `kv_transfer_params` of a request's last output, plain data: the report, for how many tokens KV was
+    loaded that was held while the request was preempted, and how many prefixes, of whichever requests, weren't stored
+    as they were to be."""
     params: dict[str, Any] = {} if report is None else {REPORT_KEY: _REPORT.dump_python(report)}
-    return (params | {RESUMED_KEY: num_resumed} if num_resumed else params) or None
+    counts = {RESUMED_KEY: num_resumed, LOST_KEY: num_lost}
+    return params | {key: count for key, count in counts.items() if count} or None
 
 
 def report_from_params(params: dict[str, Any] | None) -> Report | None:
@@ -253,6 +255,11 @@ def report_from_params(params: dict[str, Any] | None) -> Report | None:
 def resumed_from_params(params: dict[str, Any] | None) -> int:
     """Return for how many tokens KV was loaded that was held while the request was preempted."""
     return int(params.get(RESUMED_KEY, 0)) if params else 0
+
+
+def lost_from_params(params: dict[str, Any] | None) -> int:
+    """Return how many prefixes, of whichever requests, weren't stored as they were to be."""
+    return int(params.get(LOST_KEY, 0)) if params else 0
 
 
 def missing_kv(num_chunks: int, num_all: int) -> str:

@@ -68,6 +68,7 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._reports: dict[str, Report] = {}
+        self._num_lost = 0  # as last told
         self._tidied_at = time.monotonic()
 
     def hold(self, work: "StepWork") -> None:
@@ -147,6 +148,8 @@ class WorkerSide:
                     self._end_save(request_id)
             except Exception:  # any fault of ours costs the prefix
                 logger.exception("the prefix of request %s isn't kept", request_id)
+                assert self._exact is not None
+                self._exact.lose()
                 self._end_save(request_id)
 
     def _end_save(self, request_id: str) -> None:
@@ -220,10 +223,12 @@ class WorkerSide:
     def take_reports(self) -> StepReports | None:
         """Return the reports since the last call, by request id; None if there is nothing to tell."""
         reports, self._reports = self._reports, {}
-        if self._has_told and not reports:
+        num_lost = self._exact.num_lost if self._exact is not None else 0
+        newly_lost, self._num_lost = num_lost - self._num_lost, num_lost
+        if self._has_told and not reports and not newly_lost:
             return None
         self._has_told = True
-        return StepReports(reports, self._keeps_prefixes, self._held is not None)
+        return StepReports(reports, self._keeps_prefixes, self._held is not None, newly_lost)
 
     def close(self) -> None:
         if self._exact is not None:

@@ -7,6 +7,7 @@ from ragkv.errors import StoreError
 from ragkv.home import Home
 from ragkv.store.admin import LastVerification
 from ragkv.store.disk_store import DiskStore
+from ragkv.store.prefixes import size_on_disk
 
 MIN_FREE_BYTES = 64 << 20  # with less, documents are soon refused
 
@@ -15,8 +16,8 @@ MIN_FREE_BYTES = 64 << 20  # with less, documents are soon refused
 class Health:
     """problems: why KV can't be read or stored; none of them: it is well. warnings: what somebody should look at.
 
-    disk_bytes: the store's budget, None: the disk's. damaged: entries that answers found damaged since the server's
-    start, None where no server is asked.
+    disk_bytes: the store's budget, None: the disk's. prefix_bytes: what exact prefixes take, which have a budget of
+    their own. damaged: entries that answers found damaged since the server's start, None where no server is asked.
     """
 
     readable: bool
@@ -25,6 +26,7 @@ class Health:
     used_bytes: int | None
     pinned_bytes: int | None
     disk_bytes: int | None
+    prefix_bytes: int
     damaged: int | None
     verified: LastVerification | None
     problems: list[str] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Health:
 def unusable(home: Home, disk_bytes: int | None, problem: str, damaged: int | None = None) -> Health:
     """Return the health of a store that can't be opened, or doesn't answer."""
     free_bytes = shutil.disk_usage(home.path).free if home.path.exists() else 0
-    return Health(False, False, free_bytes, None, None, disk_bytes, damaged, None, [problem])
+    return Health(False, False, free_bytes, None, None, disk_bytes, 0, damaged, None, [problem])
 
 
 def examine(home: Home, store: DiskStore, disk_bytes: int | None, damaged: int | None = None) -> Health:
@@ -67,5 +69,15 @@ def examine(home: Home, store: DiskStore, disk_bytes: int | None, damaged: int |
     if verified is not None and verified.num_problems:
         warnings.append(f"the last `ragkv store verify` found {verified.num_problems} problems")
     return Health(
-        "read" not in failed, not failed, free_bytes, used, pinned, disk_bytes, damaged, verified, problems, warnings
+        "read" not in failed,
+        not failed,
+        free_bytes,
+        used,
+        pinned,
+        disk_bytes,
+        size_on_disk(home.prefixes),
+        damaged,
+        verified,
+        problems,
+        warnings,
     )

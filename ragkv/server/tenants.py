@@ -37,6 +37,7 @@ _GAUGES = {
     "disk_bytes": "Size of KV on disk",
     "pinned_bytes": "Size of KV that is never evicted; what was cleared counts, since it comes back pinned",
     "memory_chunks": "Chunks whose KV is in memory",
+    "prefix_bytes": "Size of exact prefixes on disk",
     "waiting_uploads": "Uploads that aren't indexed yet",
 }
 

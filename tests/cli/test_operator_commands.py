@@ -5,13 +5,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from operator_home import DOCUMENTS, ENTRY_BYTES, OTHER_MODEL, key_of, make_home
+from operator_home import DOCUMENTS, ENTRY_BYTES, LAYERS, OTHER_MODEL, key_of, make_home
 from typer.testing import CliRunner
 
 from ragkv import cli
 from ragkv.cli import output
 from ragkv.config import StoreConfig
 from ragkv.errors import RagKVError
+from ragkv.store.prefixes import open_prefixes
 from ragkv.store.tier import open_tier
 
 BEES, TEA = "/papers/bees.md", "/papers/tea.md"
@@ -170,6 +171,10 @@ def test_health(home, monkeypatch) -> None:
     code, out, _ = invoke("health")
     assert code == 0 and out.splitlines()[0].split() == ["readable", "yes"]
     assert "of 1,024.0 MiB (store.disk_gib)" in out and "never (`ragkv store verify`)" in out
+    assert "prefixes" not in out
+    with closing(open_prefixes(home.prefixes, 1 << 30)) as prefixes:
+        prefixes.put([(key_of("one"), LAYERS)])
+    assert "(at most store.prefix_gib)" in invoke("health")[1]
     invoke("verify")
     assert "20 records, no problems" in invoke("health")[1]
     (home.kv / "v5" / "new").rmdir()

@@ -114,6 +114,25 @@ def test_a_slow_disk_isnt_waited_for(harness, text):
     assert harness.run(ask_with(harness, text[:900], "e", quick)) is None
 
 
+def test_what_cant_be_written_is_counted(harness, text):
+    folder, away = harness.prefixes / f"v{FORMAT_VERSION}", harness.prefixes / "away"
+    folder.rename(away)
+    folder.touch()
+    try:
+        found = harness.ask_now(text[:900], salt="lost", keep="session")
+        for _ in range(600):
+            if harness.engine.counters["lost_prefixes"]:
+                break
+            time.sleep(0.05)
+            harness.ask_now([1, 2, 3])  # what was lost is told with the next answer
+        assert harness.engine.counters["lost_prefixes"] == 1
+    finally:
+        folder.unlink()
+        away.rename(folder)
+    harness.run(harness.engine.forget_prefixes())
+    assert_same(harness.ask_now(text[:900]), found)
+
+
 async def ask_with(harness, token_ids, salt, prefix):
     report = None
     async for output in harness.engine.generate(token_ids, max_tokens=1, salt=salt, prefix=prefix):

@@ -302,7 +302,11 @@ def test_what_was_cleared_is_deleted_with_its_document(home):
 
 def test_health(home, store):
     found = examine(home, store, 20 * ENTRY_BYTES, damaged=0)
-    assert found.is_well and found.readable and found.writable and not found.warnings
+    assert found.prefix_bytes == 0
+    with closing(open_prefixes(home.prefixes, 1 << 30)) as prefixes:
+        prefixes.put([(key_of("one"), LAYERS)])
+    found = examine(home, store, 20 * ENTRY_BYTES, damaged=0)
+    assert found.prefix_bytes > 0 and found.is_well and found.readable and found.writable and not found.warnings
     assert (found.used_bytes, found.pinned_bytes, found.verified) == (10 * ENTRY_BYTES, ENTRY_BYTES, None)
     assert found.free_bytes == pytest.approx(shutil.disk_usage(home.path).free, rel=0.5)
     store.entries.path(key_of("one")).write_bytes(b"nothing")

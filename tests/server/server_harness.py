@@ -114,6 +114,7 @@ class ScriptedPipeline:
             "disk_bytes": 7000,
             "pinned_bytes": 1000,
             "memory_chunks": 3,
+            "prefix_bytes": 5000,
         }
         self.counters = {"corrupt_chunks": 1, "restored_chunks": 0, "failed_restores": 0}
         self.script = script

@@ -56,8 +56,9 @@ def test_an_answer_is_counted_and_timed_whoever_asks(client) -> None:
     assert found["ragkv_plan_ttft_ratio_sum", "fuse"] == pytest.approx(3 * 20 / 21)
     assert found["ragkv_kv_events_total", "corrupt_chunks"] == 1
     assert found["process_resident_memory_bytes",] > 1e7
-    names = ("entries", "evicted_entries", "disk_bytes", "pinned_bytes", "memory_chunks", "waiting_uploads")
-    assert [found[f"ragkv_store_{name}",] for name in names] == [7, 2, 7000, 1000, 3, 0]
+    names = ("entries", "evicted_entries", "disk_bytes", "pinned_bytes", "memory_chunks", "prefix_bytes")
+    assert [found[f"ragkv_store_{name}",] for name in names] == [7, 2, 7000, 1000, 3, 5000]
+    assert found["ragkv_store_waiting_uploads",] == 0
     assert found["ragkv_ready",] == 1 and found["ragkv_budget", MAIN] == 0.2
 
 
