@@ -246,11 +246,12 @@ class Pressure:
     """More requests at once than vLLM's memory holds: what it preempts comes back by load or by recompute."""
 
     requests: int = option("All sent at once.", 32, least=2)
-    tokens_in: int = option("Of a prompt; no two begin alike.", 375, least=1)
+    tokens_in: tuple[int, ...] = option("Lengths of the prompts; no two begin alike.", "375", parse=whole_numbers)
     tokens_out: int = option("Of an answer.", 256, least=2)
     shares: tuple[float, ...] = option(
         "Memory for KV, as shares of what all requests take in the end.", "0.12,0.25,0.5", parse=numbers
     )
+    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "128", parse=whole_numbers)
     ways: tuple[str, ...] = option(
         "Of load, recompute, auto; vLLM alone comes first.", "recompute,load,auto", parse=_ways
     )

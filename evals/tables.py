@@ -241,18 +241,21 @@ def analytics(rows: Sequence[Row]) -> None:
 
 
 def pressure(rows: Sequence[Row]) -> None:
-    table = Table("memory", "preempted", box=None, padding=(0, 2, 0, 0))
+    table = Table("prompts", "blocks", "memory", "preempted", box=None, padding=(0, 2, 0, 0))
     columns = ("took", "tokens/s", "of vLLM's", "preemptions", "tokens loaded", "KV use", "differ")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    alone = {row["share"]: row["tokens_per_s"] for row in rows if row["way"] == "vLLM"}
     for row in rows:
+        if row["way"] == "vLLM":  # the first of each cell
+            alone = row["tokens_per_s"]
         table.add_row(
+            f"{row['tokens_in']:,}",
+            f"{row['block_tokens']:,}",
             f"{row['share']:.0%}, {row['kv_tokens']:,} tokens",
             row["way"],
             f"{row['seconds']:,.1f} s",
             f"{row['tokens_per_s']:.1f}",
-            f"{row['tokens_per_s'] / alone[row['share']]:.2f}",
+            f"{row['tokens_per_s'] / alone:.2f}",
             f"{row['preemptions']:,}",
             f"{row['resumed_tokens']:,}",
             _share(row["kv_use"]),

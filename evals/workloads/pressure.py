@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ragkv.config import Config
 from ragkv.controller.profile import text_tokens
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError, ModelError
-from ragkv.evals.beside_vllm import BLOCK_TOKENS, VLLM, folder
+from ragkv.evals.beside_vllm import VLLM, folder
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Pressure
 
@@ -62,23 +63,26 @@ async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIter
     # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     model = models.resolve(config.model.name, config.home)
-    text = text_tokens(model, wanted.requests * wanted.tokens_in)
-    prompts = [text[i * wanted.tokens_in :][: wanted.tokens_in] for i in range(wanted.requests)]
-    longest = wanted.tokens_in + wanted.tokens_out
-    for share in wanted.shares:
-        num_blocks = int(share * wanted.requests * longest) // BLOCK_TOKENS
-        if num_blocks * BLOCK_TOKENS < longest + 1:
+    text = text_tokens(model, wanted.requests * max(wanted.tokens_in))
+    for block_tokens, tokens_in, share in product(wanted.block_tokens, wanted.tokens_in, wanted.shares):
+        prompts = [text[i * tokens_in :][:tokens_in] for i in range(wanted.requests)]
+        longest = tokens_in + wanted.tokens_out
+        num_blocks = int(share * wanted.requests * longest) // block_tokens
+        if num_blocks * block_tokens < longest + 1:
             raise ConfigError(f"{share:.0%} of what {wanted.requests} requests take isn't enough for one of them")
         right: list[tuple[int, ...]] = []
         for way in (VLLM, *wanted.ways):
-            progress.update(f"{share:.0%} of the memory, {way}")
-            found = await _measure(config, model, way, num_blocks, prompts, wanted)
+            progress.update(f"{share:.0%} of the memory, {tokens_in} tokens, {way}")
+            found = await _measure(config, model, way, (num_blocks, block_tokens), prompts, wanted)
             right = right or found.answers
             yield {
                 "share": share,
                 "way": way,
-                "kv_tokens": num_blocks * BLOCK_TOKENS,
-                **{name: getattr(wanted, name) for name in ("requests", "tokens_in", "tokens_out")},
+                "kv_tokens": num_blocks * block_tokens,
+                "block_tokens": block_tokens,
+                "requests": wanted.requests,
+                "tokens_in": tokens_in,
+                "tokens_out": wanted.tokens_out,
                 **found.row(),
                 "answers_that_differ": sum(a != b for a, b in zip(found.answers, right, strict=True)),
                 "model": config.model.name,
@@ -87,13 +91,15 @@ async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIter
 
 
 async def _measure(
-    config: Config, model: Path, way: str, num_blocks: int, prompts: list[list[int]], wanted: Pressure
+    config: Config, model: Path, way: str, blocks: tuple[int, int], prompts: list[list[int]], wanted: Pressure
 ) -> _Course:
-    """Return the fastest course on a new engine."""
+    """Return the fastest course on a new engine. blocks: how many there are, and their size in tokens."""
+    num_blocks, block_tokens = blocks
     own = config.model if way == VLLM else config.model.model_copy(update={"preemption": way})
     arguments: dict[str, Any] = {
         "num_gpu_blocks_override": num_blocks + 1,  # vLLM keeps one for itself
-        "max_model_len": wanted.tokens_in + wanted.tokens_out + 1,
+        "block_size": block_tokens,
+        "max_model_len": len(prompts[0]) + wanted.tokens_out + 1,
         "disable_log_stats": False,
     }
     with folder() as temporary:
@@ -153,20 +159,26 @@ def _account() -> tuple[float, int]:
     return found.get("vllm:kv_cache_usage_perc", 0.0), int(found.get("vllm:num_preemptions_total", 0))
 
 
+def _cell(row: Row) -> tuple[int, int, float]:
+    return row["block_tokens"], row["tokens_in"], row["share"]
+
+
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw KV use, preemptions and tokens over time: a column for each share of memory."""
-    shares = list(dict.fromkeys(row["share"] for row in rows))
+    """Draw KV use, preemptions and tokens over time: a column for each size of blocks, of prompts, and of memory."""
+    cells = list(dict.fromkeys(_cell(row) for row in rows))
     names = (("kv_use", "KV in use, %"), ("preemptions", "preemptions"), ("tokens", "tokens of answers"))
-    size = (4.5 * len(shares), 8)
-    figure, axes = plt.subplots(3, len(shares), figsize=size, squeeze=False, sharex="col", layout="constrained")
-    for column, share in zip(axes.T, shares, strict=True):
-        for row in (row for row in rows if row["share"] == share):
+    size = (4.5 * len(cells), 8)
+    figure, axes = plt.subplots(3, len(cells), figsize=size, squeeze=False, sharex="col", layout="constrained")
+    for column, cell in zip(axes.T, cells, strict=True):
+        for row in (row for row in rows if _cell(row) == cell):
             course = row["course"]
             for ax, (name, _) in zip(column, names, strict=True):
                 values = np.array(course[name]) * (100 if name == "kv_use" else 1)
                 label = f"{row['way']}, {row['tokens_per_s']:.0f} tokens/s"
                 ax.plot(course["seconds"], values, color=_COLORS[row["way"]], label=label)
-        column[0].set_title(f"memory for {share:.0%} of the KV", fontsize=10)
+        block_tokens, tokens_in, share = cell
+        title = f"memory for {share:.0%} of the KV\nprompts of {tokens_in} tokens, blocks of {block_tokens}"
+        column[0].set_title(title, fontsize=10)
         column[-1].set_xlabel("seconds")
         column[-1].legend(fontsize=8)
     for ax, (_, label) in zip(axes[:, 0], names, strict=True):

@@ -21,8 +21,8 @@ def measured(monkeypatch):
     """Every third answer of `load` differs, and it takes half the time."""
     asked = []
 
-    async def measure(config, model, way, num_blocks, prompts, wanted):
-        asked.append((way, num_blocks))
+    async def measure(config, model, way, blocks, prompts, wanted):
+        asked.append((way, len(prompts[0]), *blocks))
         return course(1.0 if way == "load" else 2.0, [(i, 0 if i % 3 or way != "load" else 9) for i in range(4)])
 
     monkeypatch.setattr(pressure, "_measure", measure)
@@ -39,8 +39,10 @@ def rows_of(wanted):
 
 
 def test_each_way_is_measured_next_to_vllm(measured, tmp_path, capsys):
-    rows = rows_of(Pressure(4, 300, 200, (0.5, 1.0), ("recompute", "load")))
-    assert measured == [(way, blocks) for blocks in (7, 15) for way in ("vLLM", "recompute", "load")]
+    rows = rows_of(Pressure(4, (300, 600), 200, (0.5, 1.0), (128, 32), ("recompute", "load")))
+    blocks = [(300, 7, 128), (300, 15, 128), (600, 12, 128), (600, 25, 128)]
+    blocks += [(300, 31, 32), (300, 62, 32), (600, 50, 32), (600, 100, 32)]
+    assert measured == [(way, *cell) for cell in blocks for way in ("vLLM", "recompute", "load")]
     load = rows[2]
     assert (load["tokens_per_s"], load["preemptions"], load["resumed_tokens"], load["kv_use"]) == (8.0, 2, 7, 0.5)
     assert [row["answers_that_differ"] for row in rows[:3]] == [0, 0, 2]
@@ -52,7 +54,7 @@ def test_each_way_is_measured_next_to_vllm(measured, tmp_path, capsys):
 
 def test_a_memory_for_none_is_an_error(measured):
     with pytest.raises(ConfigError, match="isn't enough"):
-        rows_of(Pressure(4, 300, 200, (0.2,)))
+        rows_of(Pressure(4, (300,), 200, (0.2,)))
 
 
 def test_ways_are_checked():
