@@ -16,7 +16,7 @@ from ragkv.engine.task import Keep, PrefixUse
 from ragkv.errors import ModelError
 from ragkv.evals import lmcache
 
-BLOCK_TOKENS = 128  # of vLLM's blocks on CPU
+_BLOCK_TOKENS = 128  # of vLLM's blocks on CPU
 RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
 
 
@@ -40,9 +40,10 @@ async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool, **
     # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     model = models.resolve(config.model.name, config.home)
+    block_tokens = config.model.block_tokens or _BLOCK_TOKENS
     limits = (config.model.max_model_len, models.context_length(model), kv_tokens)
     arguments: dict[str, Any] = {
-        "num_gpu_blocks_override": -(-kv_tokens // BLOCK_TOKENS) + 1,
+        "num_gpu_blocks_override": -(-kv_tokens // block_tokens) + 1,
         "max_model_len": min(limit for limit in limits if limit is not None),
         **more,
     }

@@ -255,7 +255,7 @@ class Pressure:
     ways: tuple[str, ...] = option(
         "Of load, recompute, auto; vLLM alone comes first.", "recompute,load,auto", parse=_ways
     )
-    repeats: int = option("Times that all is sent; the fastest counts.", 1, least=1)
+    repeats: int = option("Times that all is sent to each, to new engines; the fastest counts.", 1, least=1)
     out: Path | None = option("A picture of it.", None)
 
 

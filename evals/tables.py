@@ -259,7 +259,7 @@ def pressure(rows: Sequence[Row]) -> None:
             f"{row['preemptions']:,}",
             f"{row['resumed_tokens']:,}",
             _share(row["kv_use"]),
-            f"{row['answers_that_differ']} of {row['requests']}",
+            f"{row['answers_that_differ']} of {len(row['all_seconds']) * row['requests']}",
         )
     out.width = max(out.width, _WIDTH)
     out.print(table)

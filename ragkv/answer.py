@@ -16,7 +16,7 @@ HAND_OVERS: dict[str, str] = {
 }
 # Where a token's KV came from: vLLM's prefix cache; the store, from memory or disk; the store, but recomputed because
 # the token matters; or no stored KV, as for the question.
-Kind = Literal["prefix", "memory", "disk", "recomputed", "computed"]
+Kind = Literal["prefix", "stored", "memory", "disk", "recomputed", "computed"]
 
 
 @dataclass(frozen=True)

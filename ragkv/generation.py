@@ -158,6 +158,7 @@ def origins_of(request: Request, output: EngineOutput, token_texts: list[str]) -
         kinds[start:end] = ["recomputed"] * (end - start)
     num_prefix = fused.prefix + fused.exact if report else output.num_cached_tokens
     kinds[:num_prefix] = ["prefix"] * num_prefix
+    kinds[num_prefix - fused.exact : num_prefix] = ["stored"] * fused.exact
     kinds[-1] = "computed"
     runs, start = [], 0
     for (kind, source), tokens in groupby(zip(kinds, belongs, strict=True)):

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
+from ragkv.engine.prefixes import SEGMENT_TOKENS
 from ragkv.evals import bucket as s3
 from ragkv.evals.beside_vllm import Timed, ask
 from ragkv.evals.bucket import Bucket
@@ -93,7 +94,7 @@ class _Trial:
         """Have the KV of a prompt stored. Returns the files."""
         before = set(_files(self.victim.folder))
         await self.ask(which, salt)
-        num_segments = -(-(len(self.prompts[which]) // 128) // 2)
+        num_segments = -(-self._num_blocks(which, self.wanted.tokens) // self._step)
         return await _written(lambda: set(_files(self.victim.folder)) - before, num_segments)
 
     def note(self, part: Part, i: int, which: int, outcome: str, answers: Sequence[Timed]) -> None:
@@ -103,7 +104,21 @@ class _Trial:
         self.progress.update(part.name, i + 1, self.wanted.damages)
 
     def whole(self, which: int) -> int:
-        return len(self.prompts[which]) // 128 * 128
+        """Return how many of a prompt's tokens are loaded if nothing is wrong.
+
+        The last token is vLLM's to compute, and a segment that goes on into the answer isn't the prompt's.
+        """
+        wanted = self._num_blocks(which, 0)
+        is_stored = wanted == self._num_blocks(which, self.wanted.tokens)
+        return (wanted if is_stored else wanted // self._step * self._step) * self.victim.engine.block_size
+
+    def _num_blocks(self, which: int, num_more: int) -> int:
+        """Count the full blocks of a prompt, of `num_more` tokens behind it, without the last token of all."""
+        return (len(self.prompts[which]) + num_more - 1) // self.victim.engine.block_size
+
+    @property
+    def _step(self) -> int:
+        return SEGMENT_TOKENS // self.victim.engine.block_size  # blocks of a segment
 
     async def of_a_file(self, name: str, spoil: Callable[[Path, random.Random], None]) -> Part:
         """Ask for a prompt whose stored KV has just been damaged in one place."""

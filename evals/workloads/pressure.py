@@ -70,11 +70,15 @@ async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIter
         num_blocks = int(share * wanted.requests * longest) // block_tokens
         if num_blocks * block_tokens < longest + 1:
             raise ConfigError(f"{share:.0%} of what {wanted.requests} requests take isn't enough for one of them")
-        right: list[tuple[int, ...]] = []
-        for way in (VLLM, *wanted.ways):
-            progress.update(f"{share:.0%} of the memory, {tokens_in} tokens, {way}")
-            found = await _measure(config, model, way, (num_blocks, block_tokens), prompts, wanted)
-            right = right or found.answers
+        ways = (VLLM, *wanted.ways)
+        courses: dict[str, list[_Course]] = {way: [] for way in ways}
+        for i in range(wanted.repeats):  # to and fro: a machine may get slower meanwhile
+            for way in ways if i % 2 == 0 else reversed(ways):
+                progress.update(f"{share:.0%} of the memory, {tokens_in} tokens, {way}")
+                courses[way].append(await _measure(config, model, way, (num_blocks, block_tokens), prompts, wanted))
+        right = courses[VLLM][0].answers
+        for way in ways:
+            found = min(courses[way], key=lambda course: course.seconds[-1])
             yield {
                 "share": share,
                 "way": way,
@@ -84,7 +88,10 @@ async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIter
                 "tokens_in": tokens_in,
                 "tokens_out": wanted.tokens_out,
                 **found.row(),
-                "answers_that_differ": sum(a != b for a, b in zip(found.answers, right, strict=True)),
+                "all_seconds": [round(course.seconds[-1], 2) for course in courses[way]],
+                "answers_that_differ": sum(
+                    a != b for course in courses[way] for a, b in zip(course.answers, right, strict=True)
+                ),
                 "model": config.model.name,
                 "dtype": config.model.dtype,
             }
@@ -93,7 +100,7 @@ async def run(config: Config, wanted: Pressure, progress: Progress) -> AsyncIter
 async def _measure(
     config: Config, model: Path, way: str, blocks: tuple[int, int], prompts: list[list[int]], wanted: Pressure
 ) -> _Course:
-    """Return the fastest course on a new engine. blocks: how many there are, and their size in tokens."""
+    """Return the course on a new engine. blocks: how many there are, and their size in tokens."""
     num_blocks, block_tokens = blocks
     own = config.model if way == VLLM else config.model.model_copy(update={"preemption": way})
     arguments: dict[str, Any] = {
@@ -108,13 +115,12 @@ async def _measure(
             if way != VLLM and engine.unsupported:
                 raise ModelError(f"nothing to measure: {engine.unsupported}")
             await _answer(engine, prompts[0][::-1], "warm", 8, _Course())
-            courses = [await _course(engine, prompts, f"{i}", wanted.tokens_out) for i in range(wanted.repeats)]
+            return await _course(engine, prompts, wanted.tokens_out)
         finally:
             await engine.close()
-    return min(courses, key=lambda course: course.seconds[-1])
 
 
-async def _course(engine: Engine, prompts: list[list[int]], salt: str, num_tokens: int) -> _Course:
+async def _course(engine: Engine, prompts: list[list[int]], num_tokens: int) -> _Course:
     """Ask all at once, and watch."""
     course, (_, before), begin = _Course(), _account(), time.perf_counter()
     progress: list[int] = [0]
@@ -132,7 +138,7 @@ async def _course(engine: Engine, prompts: list[list[int]], salt: str, num_token
             await asyncio.sleep(_SAMPLED_S)
 
     watching = asyncio.create_task(watch())
-    asked = (_answer(engine, prompt, f"{salt}-{i}", num_tokens, course, progress) for i, prompt in enumerate(prompts))
+    asked = (_answer(engine, prompt, f"{i}", num_tokens, course, progress) for i, prompt in enumerate(prompts))
     course.answers = await asyncio.gather(*asked)
     watching.cancel()
     sample()

@@ -345,6 +345,7 @@ def _arguments(model: Path, config: ModelConfig, extra: dict[str, Any] | None) -
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "block_size": config.block_tokens,
         **graphs,
         "enable_prefix_caching": True,
         "disable_log_stats": True,

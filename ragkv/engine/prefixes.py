@@ -18,7 +18,7 @@ from ragkv.store.record import ChunkKey
 
 EXACT = xxhash.xxh3_128_hexdigest(b"an exact prefix")  # in the anchor's place in a segment's key
 MIN_TOKENS = 256  # a shorter prefix is prefilled about as soon
-_SEGMENT_TOKENS = 256
+SEGMENT_TOKENS = 256
 _REMEMBERED_BLOCKS = 1 << 17
 _DOUBTED_AFTER_S = 600.0  # how long it is believed that loading is slower than prefill
 
@@ -40,7 +40,7 @@ class Prefixes:
     ) -> None:
         self._contains, self._fingerprint, self._heads = contains, fingerprint, heads
         self.generation, self.block_size = generation, block_size
-        self._step = max(1, _SEGMENT_TOKENS // block_size)  # blocks of a segment
+        self._step = max(1, SEGMENT_TOKENS // block_size)  # blocks of a segment
         self._load_ms, self._timed_at = 0.0, 0.0  # of a thousand tokens
 
     def timed(self, num_tokens: int, load_ms: float) -> None:

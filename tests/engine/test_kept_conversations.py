@@ -74,7 +74,7 @@ def test_a_conversation_goes_on_from_the_disk(runner, config, corpus, policy):
         other = Talk(policy)
         await other.ask(pipeline, "Who is the queen?", keep="once")  # vLLM's worker has said what it can
         talk.turns = (*talk.turns, Turn(QUESTIONS[3], expected.text))
-        fifth = await talk.ask(pipeline, "Why?")
+        fifth = await talk.ask(pipeline, "Why?", explain=True)
         fresh = Talk("full")
         fresh.turns = talk.turns[:-1]
         exact = await fresh.ask(pipeline, "Why?", fresh=True)
@@ -86,6 +86,8 @@ def test_a_conversation_goes_on_from_the_disk(runner, config, corpus, policy):
     fifth, exact, report, left = runner.run(after_a_restart())
     usage = fifth.usage
     assert usage.stored_prefix_tokens > 256
+    stored = [run for run in fifth.origins.runs if run.kind == "stored"]
+    assert sum(run.end - run.start for run in stored) == usage.stored_prefix_tokens
     assert usage.prompt_tokens == usage.prefix_tokens + usage.reused_tokens + usage.recomputed_tokens
     assert exact.usage.prefix_tokens == 0
     if policy == "full":

@@ -39,13 +39,14 @@ def rows_of(wanted):
 
 
 def test_each_way_is_measured_next_to_vllm(measured, tmp_path, capsys):
-    rows = rows_of(Pressure(4, (300, 600), 200, (0.5, 1.0), (128, 32), ("recompute", "load")))
+    rows = rows_of(Pressure(4, (300, 600), 200, (0.5, 1.0), (128, 32), ("recompute", "load"), repeats=2))
     blocks = [(300, 7, 128), (300, 15, 128), (600, 12, 128), (600, 25, 128)]
     blocks += [(300, 31, 32), (300, 62, 32), (600, 50, 32), (600, 100, 32)]
-    assert measured == [(way, *cell) for cell in blocks for way in ("vLLM", "recompute", "load")]
+    ways = ["vLLM", "recompute", "load", "load", "recompute", "vLLM"]
+    assert measured == [(way, *cell) for cell in blocks for way in ways]
     load = rows[2]
     assert (load["tokens_per_s"], load["preemptions"], load["resumed_tokens"], load["kv_use"]) == (8.0, 2, 7, 0.5)
-    assert [row["answers_that_differ"] for row in rows[:3]] == [0, 0, 2]
+    assert [row["answers_that_differ"] for row in rows[:3]] == [0, 0, 4]
     pressure.draw(rows, tmp_path / "new" / "pressure.png")
     assert (tmp_path / "new" / "pressure.png").read_bytes().startswith(b"\x89PNG")
     tables.pressure(rows)

@@ -580,7 +580,19 @@ def test_colours_have_contrast(page, colours) -> None:
     """WCAG 1.4.11: what carries meaning has a contrast of three to its background; axe checks only text."""
     media = {"features": [{"name": "prefers-color-scheme", "value": colours}]}
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    kinds = ["prefix", "memory", "disk", "recomputed", "computed", "probe", "decode", "edge", "accent", "danger"]
+    kinds = [
+        "prefix",
+        "stored",
+        "memory",
+        "disk",
+        "recomputed",
+        "computed",
+        "probe",
+        "decode",
+        "edge",
+        "accent",
+        "danger",
+    ]
     read = """
         const style = getComputedStyle(document.documentElement);
         const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });

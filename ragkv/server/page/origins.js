@@ -6,6 +6,7 @@ import { byId, count, element } from "./dom.js";
 // In the order of what they cost. `recomputed` and `computed` are work, the others are reused.
 export const KINDS = {
   prefix: ["Prefix cache", "vLLM had it from an earlier prompt"],
+  stored: ["Prefix, disk", "an earlier prompt's KV, loaded from disk"],
   memory: ["Reused, memory", "stored KV that was in memory"],
   disk: ["Reused, disk", "stored KV, loaded from disk"],
   recomputed: ["Recomputed", "stored, computed again because it matters to the question"],
@@ -14,7 +15,7 @@ export const KINDS = {
 
 const [PITCH, ROW] = [6, 18]; // CSS pixels from cell to cell
 const [WIDTH, HEIGHT] = [5, 14]; // of a cell
-const HEIGHTS = { prefix: 3, memory: 6, disk: 9, recomputed: HEIGHT, computed: HEIGHT };
+const HEIGHTS = { prefix: 3, stored: 5, memory: 7, disk: 10, recomputed: HEIGHT, computed: HEIGHT };
 const CONTEXT = 14; // tokens shown on either side of the chosen one
 
 let drawn = null; // the prompt whose tokens are on the canvases
