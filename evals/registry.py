@@ -216,6 +216,24 @@ class Chat:
     lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)
 
 
+DAMAGES = (
+    "a flipped bit",
+    "a file cut off",
+    "a lost file",
+    "a full disk",
+    "a slow bucket",
+    "a bucket that goes away",
+    "a damaged object",
+)
+
+
+def _damages(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    if unknown := set(found) - set(DAMAGES):
+        raise ValueError(f"{min(unknown)!r} is none of: {', '.join(DAMAGES)}")
+    return found
+
+
 @dataclass(frozen=True)
 class Survival:
     """Whether conversations get vLLM's own tokens through restarts, kills, eviction and damage to their stored KV."""
@@ -227,6 +245,7 @@ class Survival:
     tokens: int = option("Of an answer.", 24, least=1)
     kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 2560, least=1024)
     damages: int = option("How often stored KV is damaged in each way.", 100, least=0)
+    kinds: tuple[str, ...] = option("In which ways.", ",".join(DAMAGES), parse=_damages)
     seed: int = option("Of the moments and the damages.", 0, least=0)
 
 

@@ -32,8 +32,8 @@ class ModelConfig(Section):
     3 times as fast"""
     max_model_len: int | None = Field(None, ge=256, description="Context limit in tokens; none: the model's own")
     block_tokens: int | None = Field(None, ge=16, multiple_of=16)
-    """Tokens of a block of vLLM's KV cache, the unit in which prefixes are found and come back; none: vLLM's own choice,
-    128 on CPU and 16 elsewhere. 32 on CPU suits short instructions, and makes the rest a little slower"""
+    """Tokens of a block of vLLM's KV cache, the unit in which prefixes are found and come back; none: vLLM's own
+    choice, 128 on CPU and 16 elsewhere. 32 on CPU suits short instructions, and makes the rest a little slower"""
     kv_cache_gib: float = Field(2.0, gt=0, description="Memory for vLLM's paged KV cache on CPU, in GiB")
     preemption: Literal["load", "recompute", "auto"] = "auto"
     """What becomes of requests that vLLM preempts because its KV cache is full: their KV is held in memory of the

@@ -17,7 +17,7 @@ from ragkv.evals import bucket as s3
 from ragkv.evals.beside_vllm import Timed, ask
 from ragkv.evals.bucket import Bucket
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Survival
+from ragkv.evals.registry import DAMAGES, Survival
 from ragkv.evals.robustness.faults import Part, Round, small_disk
 from ragkv.evals.robustness.victim import Victim, note
 from ragkv.store.entries import EntryFolder
@@ -49,13 +49,17 @@ async def damage(
         await victim.start()
         try:
             trial = _Trial(wanted, victim, prompts, expected, progress)
-            for name, spoil in (("a flipped bit", _flip), ("a file cut off", _cut), ("a lost file", _lose)):
-                yield (await trial.of_a_file(name, spoil)).row()
-            if error:
-                yield Part("a full disk", skipped=f"can't mount a small disk: {error}").row()
-            else:
-                yield (await trial.of_a_full_disk()).row()
-            names = ("a slow bucket", "a bucket that goes away", "a damaged object")
+            for name, spoil in zip(DAMAGES[:3], (_flip, _cut, _lose), strict=True):
+                if name in wanted.kinds:
+                    yield (await trial.of_a_file(name, spoil)).row()
+            if (name := DAMAGES[3]) in wanted.kinds:
+                if error:
+                    yield Part(name, skipped=f"can't mount a small disk: {error}").row()
+                else:
+                    yield (await trial.of_a_full_disk()).row()
+            names = [name for name in DAMAGES[-3:] if name in wanted.kinds]
+            if not names:
+                return
             if not s3.is_installed():
                 for name in names:
                     yield Part(name, skipped="there is no S3 server: pip install 'moto[server]'").row()
@@ -66,8 +70,9 @@ async def damage(
             stack.enter_context(closing(tier.store))
             stack.enter_context(closing(tier))
             behind = _Behind(trial, tier, found)
-            for name, trouble in zip(names, (behind.slow, behind.away, behind.damaged), strict=True):
-                yield (await behind.of_a_bucket(name, trouble)).row()
+            for name, trouble in zip(DAMAGES[-3:], (behind.slow, behind.away, behind.damaged), strict=True):
+                if name in names:
+                    yield (await behind.of_a_bucket(name, trouble)).row()
         finally:
             await victim.engine.close()
 
