@@ -21,7 +21,7 @@ from ragkv.evals.registry import DAMAGES, Survival
 from ragkv.evals.robustness.faults import Part, Round, small_disk
 from ragkv.evals.robustness.victim import Victim, note
 from ragkv.store.entries import EntryFolder
-from ragkv.store.prefixes import open_prefix_tier
+from ragkv.store.prefixes import clear_prefixes, open_prefix_tier
 from ragkv.store.record import FORMAT_VERSION, ChunkKey
 from ragkv.store.remote import Remote
 from ragkv.store.tier import RemoteTier
@@ -156,6 +156,7 @@ class _Trial:
                 await self.victim.engine.forget_prefixes()
                 answers.append(await self.ask(which, salt))
             self.note(part, i, which, "some kept" if answers[1].stored else "nothing kept", answers)
+        clear_prefixes(self.victim.folder / "prefixes")  # what follows needs room
         part.seconds = time.monotonic() - begin
         return part
 
