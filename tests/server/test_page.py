@@ -245,15 +245,15 @@ def test_token_origins_count_what_usage_counts(page) -> None:
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
     counts = [int(text) for text in page.texts("#kinds td:nth-child(2)")]
-    prefix, memory, disk, recomputed, computed = counts
+    prefix, stored, memory, disk, recomputed, computed = counts
     usage = ANSWER.usage
-    assert (prefix, memory + disk, recomputed + computed) == (
+    assert (prefix + stored, memory + disk, recomputed + computed) == (
         *(usage.prefix_tokens, usage.reused_tokens, usage.recomputed_tokens),
     )
     assert page["prompt-summary"].text == "30 tokens, of which 25 (83.3%) were not computed."
     assert page.texts("#origins .label") == ["Instruction 5", "1 A [b] 22", "Question 3"]
     (of_source,) = page.texts("#by-source tr:nth-child(2)")
-    assert of_source == "1 A [b]22" + "091120"
+    assert of_source == "1 A [b]22" + "0091120"
 
 
 def test_the_keyboard_and_the_pointer_go_through_all_tokens(page) -> None:
@@ -288,15 +288,17 @@ def test_cells_are_drawn_in_the_colours_and_heights_of_their_kinds(page) -> None
           return [column.filter((colour) => colour !== pixel(2, 2)).length, column.at(-1)];
         });
     """)
-    assert [height for height, _ in heights] == [6, 9, 11]  # the last, recomputed, is striped
+    assert [height for height, _ in heights] == [7, 10, 11]  # the last, recomputed, is striped
     assert len({colour for _, colour in heights}) == 3
 
 
 def test_eight_thousand_tokens_are_drawn_at_once(pipeline, page) -> None:
-    pipeline.origins = explained({"prefix": 30, "memory": 3000, "disk": 4500, "recomputed": 400, "computed": 70})
+    pipeline.origins = explained(
+        {"prefix": 30, "stored": 600, "memory": 3000, "disk": 4500, "recomputed": 400, "computed": 70}
+    )
     page.ask()
     page.until(lambda: page["prompt-card"].is_displayed())
-    assert page.texts("#kinds td:nth-child(2)") == ["30", "3,000", "4,500", "400", "70"]
+    assert page.texts("#kinds td:nth-child(2)") == ["30", "600", "3,000", "4,500", "400", "70"]
     took_ms = page.run(
         """
         const { drawOrigins, clearOrigins } = await import("/page/origins.js"), [prompt] = arguments;
