@@ -70,10 +70,10 @@ def generation(folder: Path) -> int:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Return the bytes that all prefixes take, without opening their store."""
+    """Return the bytes that all prefixes take, without opening their store; what can't be read counts as nothing."""
     total = 0
     for file in (folder / f"v{FORMAT_VERSION}").glob("*/*"):
-        with suppress(FileNotFoundError):  # it is evicted just now
+        with suppress(OSError):  # it may be evicted just now
             total += file.stat().st_blocks * 512
     return total
 
