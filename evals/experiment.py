@@ -80,14 +80,15 @@ class Experiment:
     forks: bool = False
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Parse `64,128`. Raises ValueError for what isn't a list of positive whole numbers."""
+def whole_numbers(text: str, least: int = 1) -> tuple[int, ...]:
+    """Parse `64,128`. Raises ValueError for what isn't a list of whole numbers of at least `least`."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
         found = ()
-    if not found or min(found) < 1:
-        raise ValueError(f"{text!r} is not a list of positive numbers with commas between")
+    if not found or min(found) < least:
+        kind = "positive numbers" if least else "whole numbers"
+        raise ValueError(f"{text!r} is not a list of {kind} with commas between")
     return found
 
 

@@ -6,6 +6,7 @@ must find its environment prepared, and `--help` be quick.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -254,7 +255,11 @@ class Analytics:
     """Many short texts behind one instruction, while it is in memory and after a restart, next to vLLM alone."""
 
     data: Path = option("Folder that holds tweeteval/.")
-    tokens: tuple[int, ...] = option("Lengths of the instruction, in tokens.", "100,500,2000", parse=whole_numbers)
+    tokens: tuple[int, ...] = option(
+        "Lengths of the instruction, in tokens; texts without one, which share nothing, follow. 0: these alone.",
+        "100,500,2000",
+        parse=partial(whole_numbers, least=0),
+    )
     requests: int = option("Of a batch.", 64, least=4)
     repeats: int = option("Batches of which each median is taken.", 5, least=1)
     lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)

@@ -34,7 +34,7 @@ async def run(config: Config, wanted: Analytics, progress: Progress) -> AsyncIte
     with folder() as temporary:
         async with peer(Path(temporary), is_wanted=wanted.lmcache) as lmcache:
             async with beside_vllm(config, Path(temporary), _KV_TOKENS, lmcache) as engines:
-                for num_tokens in (*wanted.tokens, 0):
+                for num_tokens in dict.fromkeys((*wanted.tokens, 0)):
                     progress.update(f"an instruction of {num_tokens} tokens")
                     rows[num_tokens] = await _compare(engines, tweets, num_tokens, wanted.repeats, progress)
             progress.update("starting the engines again")
