@@ -109,3 +109,14 @@ async def ask(
 
 def folder() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="ragkv-eval-")
+
+
+def kv_account() -> tuple[float, int]:
+    """Return which share of its memory for KV vLLM uses, and how many requests it has preempted, as it counts them.
+
+    Only of an engine with `disable_log_stats=False`.
+    """
+    from prometheus_client import REGISTRY
+
+    found = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
+    return found.get("vllm:kv_cache_usage_perc", 0.0), int(found.get("vllm:num_preemptions_total", 0))

@@ -283,6 +283,19 @@ class Pressure:
     out: Path | None = option("A picture of it.", None)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Requests in the order of `ragkv batch`, next to the order in which they came, on the same engine."""
+
+    data: Path = option("Folder that holds tweeteval/ and xquad/.")
+    requests: int = option("Of each mix.", 48, least=8)
+    tokens_in: int = option("Of the prompts that are made up, of which eight each share a beginning.", 600, least=128)
+    sharing: tuple[float, ...] = option("Shares of these prompts that are shared.", "0,0.5,0.9", parse=numbers)
+    ratios: tuple[float, ...] = option("Tokens of these prompts for each one of their answers.", "10,2", parse=numbers)
+    kv_tokens: int = option("Memory for KV, in tokens.", 6144, least=2048)
+    repeats: int = option("Times that each mix goes in each order, of which the median counts.", 3, least=1)
+
+
 _WORKLOADS, _ROBUSTNESS = "ragkv.evals.workloads", "ragkv.evals.robustness"
 EXPERIMENTS = (
     Experiment("ttft", Ttft, f"{_WORKLOADS}.ttft", tables.ttft, (*VLLM, "embedder")),
@@ -302,6 +315,7 @@ EXPERIMENTS = (
     Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
     Experiment("survival", Survival, f"{_ROBUSTNESS}.survival", tables.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
+    Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),
     Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -217,6 +217,35 @@ def chat(rows: Sequence[Row]) -> None:
         out.print(f"{part}: {differing} answers of {engine} differ from vLLM's")
 
 
+def batch(rows: Sequence[Row]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("mix")
+    columns = (
+        "ordered",
+        "as they came",
+        "ratio",
+        "tokens computed",
+        "as they came",
+        "KV in use",
+        "as they came",
+        "differ",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        differ = "" if row["answers_that_differ"] is None else f"{row['answers_that_differ']} of {row['requests']}"
+        table.add_row(
+            row["mix"],
+            *(f"{row[f'{arm}_per_s']:.2f}/s" for arm in ("ordered", "arrival")),
+            f"{row['ratio']:.3f}",
+            *(f"{row[f'{arm}_computed']:,}" for arm in ("ordered", "arrival")),
+            *(f"{row[f'{arm}_kv_use']:.0%}" for arm in ("ordered", "arrival")),
+            differ,
+        )
+    out.width = max(out.width, _WIDTH)
+    out.print(table)
+
+
 def analytics(rows: Sequence[Row]) -> None:
     columns = ("instruction", "ragkv", "vLLM", "ratio", "of TTFT", "restarted: ragkv", "vLLM", "speed-up", "differ")
     has_peer = any("lmcache_ratio" in row for row in rows)

@@ -141,7 +141,7 @@ class Pipeline:
         with self.workspace.idle.answering():
             engine = await self.workspace.start()
             begun_at, generation_before = time.perf_counter(), prefixes.generation(self.workspace.home.prefixes)
-            conversation, fitted = await asyncio.to_thread(self._retrieve, conversation, options, engine.max_model_len)
+            conversation, fitted = await asyncio.to_thread(self.retrieve, conversation, options, engine.max_model_len)
             left = engine.max_model_len - len(fitted.prompt.token_ids)
             is_given = options.hand_over == "give"
             options = replace(options, max_tokens=1 if is_given else min(options.max_tokens, left))
@@ -169,7 +169,7 @@ class Pipeline:
             lacks = [self._missing_sources(fitted, engine.max_model_len), answer.fallback]
             yield replace(answer, fallback="; ".join(filter(None, lacks)) or None, hint_refused=refused)
 
-    def _retrieve(self, asked: Conversation, options: AnswerOptions, max_model_len: int) -> tuple[Conversation, Fitted]:
+    def retrieve(self, asked: Conversation, options: AnswerOptions, max_model_len: int) -> tuple[Conversation, Fitted]:
         """Search for chunks, for each turn's question, and fit them and the conversation into the model's context.
 
         Returns what is left of the conversation. Of a chat of megabytes it takes seconds: call it in a thread.

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from ragkv.errors import ContextTooLongError, ModelError
+from ragkv.errors import ConfigError, ContextTooLongError, ModelError
 from ragkv.reasoning import ends_in_reasoning
 from ragkv.retriever.plain_text import PlainTokenizer
 
@@ -130,6 +131,23 @@ class PromptLayout:
         texts: list[str] = self._tokenizer.batch_decode([[id] for id in token_ids])
         return texts
 
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return a conversation for the model itself, without documents, as its chat template has it.
+
+        messages: each with `role` and `content`. Raises ConfigError if there is no template, or it refuses them.
+        """
+        if not self._tokenizer.chat_template:
+            raise ConfigError("the model has no chat template: ask for /v1/completions, with `prompt`")
+        try:
+            return self._encode(str(self._templated(messages)))
+        except Exception as error:  # templates raise whatever their author chose
+            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
+
+    def text_tokens(self, text: str) -> list[int]:
+        """Return a text for the model to continue, after what its tokenizer puts before every text."""
+        token_ids: list[int] = self._tokenizer.encode(text)
+        return token_ids
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._tokenizer.eos_token_id
@@ -172,15 +190,7 @@ class PromptLayout:
         )
         for conversation in conversations:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    conversation,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    strftime_now=self._undated,
-                    date_string=_UNDATED,
-                    enable_thinking=self._thinking,  # Qwen3, SmolLM3, GLM
-                    thinking=self._thinking,  # Granite, DeepSeek-V3.1
-                )
+                text = self._templated(conversation, strftime_now=self._undated, date_string=_UNDATED)
             except Exception as error:  # templates raise whatever their author chose
                 problem = error
                 continue
@@ -189,6 +199,16 @@ class PromptLayout:
                 return text
             problem = ValueError("it drops or changes the message")
         raise ModelError(f"the model's chat template can't be used: {problem}")
+
+    def _templated(self, messages: list[dict[str, str]], **more: Any) -> object:
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self._thinking,  # Qwen3, SmolLM3, GLM
+            thinking=self._thinking,  # Granite, DeepSeek-V3.1
+            **more,
+        )
 
     def _undated(self, format: str) -> str:
         """Take the place of `strftime_now`, which transformers gives to chat templates."""

@@ -141,11 +141,20 @@ class Router:
         """
         if options.fresh:
             return f"fresh-{uuid.uuid4().hex}"
-        own = "" if self._tenant == MAIN else f"-{self._tenant}"
         if policy.is_full or not self._workspace.fuses:
-            return f"ragkv-full{own}" if own else None
+            return exact_salt(self._tenant)
         same_prompt = chunk_hash(prompt.token_ids) if policy.recomputes_some else ""
-        return f"ragkv-{policy.label}-{same_prompt}{own}"
+        return f"ragkv-{policy.label}-{same_prompt}{_suffix(self._tenant)}"
+
+
+def exact_salt(tenant: str) -> str | None:
+    """Return the salt of a tenant's requests whose prompts vLLM computes itself, and which may share their KV."""
+    own = _suffix(tenant)
+    return f"ragkv-full{own}" if own else None
+
+
+def _suffix(tenant: str) -> str:
+    return "" if tenant == MAIN else f"-{tenant}"
 
 
 def plan_task(

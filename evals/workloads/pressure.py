@@ -24,7 +24,7 @@ from ragkv.config import Config
 from ragkv.controller.profile import text_tokens
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError, ModelError
-from ragkv.evals.beside_vllm import VLLM, folder
+from ragkv.evals.beside_vllm import VLLM, folder, kv_account
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.registry import Pressure
 
@@ -122,11 +122,11 @@ async def _measure(
 
 async def _course(engine: Engine, prompts: list[list[int]], num_tokens: int) -> _Course:
     """Ask all at once, and watch."""
-    course, (_, before), begin = _Course(), _account(), time.perf_counter()
+    course, (_, before), begin = _Course(), kv_account(), time.perf_counter()
     progress: list[int] = [0]
 
     def sample() -> None:
-        kv_use, preemptions = _account()
+        kv_use, preemptions = kv_account()
         course.seconds.append(time.perf_counter() - begin)
         course.kv_use.append(kv_use)
         course.preemptions.append(preemptions - before)
@@ -155,14 +155,6 @@ async def _answer(
         if progress is not None:
             progress[0] += len(output.token_ids)
     return tuple(tokens)
-
-
-def _account() -> tuple[float, int]:
-    """Return which share of its memory for KV vLLM uses, and how many requests it has preempted, as it counts them."""
-    from prometheus_client import REGISTRY
-
-    found = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
-    return found.get("vllm:kv_cache_usage_perc", 0.0), int(found.get("vllm:num_preemptions_total", 0))
 
 
 def _cell(row: Row) -> tuple[int, int, float]:

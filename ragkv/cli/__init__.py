@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ragkv import __version__
-from ragkv.cli import engine_commands, home_commands, operator_commands
+from ragkv.cli import batch, engine_commands, home_commands, operator_commands
 from ragkv.cli.options import MODEL, configured
 from ragkv.cli.output import err
 from ragkv.errors import RagKVError
@@ -55,6 +55,7 @@ def _group(help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
 app = _group("RAG on vLLM that reuses the KV of document chunks.")
 app.command()(configured(engine_commands.index, "num_contexts", *MODEL))
 app.command()(configured(engine_commands.ask, "policy", "budget", "max_drift", "top_k", "max_tokens", *MODEL))
+app.command()(configured(batch.batch, "policy", "budget", "max_drift", "top_k", "max_tokens", *MODEL))
 app.command()(configured(engine_commands.serve, "host", "port", *MODEL))
 app.command()(configured(engine_commands.front, "prefill", "decode", "host", "port"))
 app.command()(engine_commands.key)

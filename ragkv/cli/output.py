@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -18,12 +18,14 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from ragkv.answer import Answer
+    from ragkv.batch.run import Summary
     from ragkv.cli.diagnosis import Finding
     from ragkv.controller.cost_model import Profile
     from ragkv.index.deletion import Deletion, Garbage
@@ -94,6 +96,37 @@ class IngestBars(Bar):
             self._tasks[step.stage] = self._progress.add_task(STAGES.get(step.stage, step.stage), item="")
         item = "" if step.done == step.total else step.item
         self._progress.update(self._tasks[step.stage], completed=step.done, total=step.total, item=item)
+
+
+class BatchBar(Bar):
+    """How many requests of a batch are answered, and how long the others will take."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=err)
+        self._task: TaskID | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self._task is None:  # answers of earlier runs say nothing about the time
+            self._task = self._progress.add_task("", completed=done, total=total)
+        self._progress.update(self._task, completed=done)
+
+
+def print_batch(summary: "Summary", file: Path, *, as_json: bool) -> None:
+    if as_json:
+        out.print_json(data=asdict(summary))
+        return
+    earlier = f", {summary.earlier:,} in an earlier run" * bool(summary.earlier)
+    out.print(f"Requests answered: {summary.answered:,}{earlier}. Failed: {summary.failed:,}. Answers: ", end="")
+    out.print(file, markup=False, soft_wrap=True)
+    if summary.answered:
+        rate = summary.answered / summary.seconds
+        share = summary.num_reused / summary.num_prompt
+        out.print(
+            f"{summary.seconds:,.1f} s, {rate:,.2f} requests/s. Tokens of prompts: {summary.num_prompt:,}, "
+            f"{share:.0%} of them not computed; generated: {summary.num_generated:,}.",
+            soft_wrap=True,
+        )
 
 
 def print_ingest_report(report: "IngestReport") -> None:

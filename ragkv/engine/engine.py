@@ -69,7 +69,8 @@ class Engine:
     were to be stored and aren't.
     in_memory: the hashes of the chunks that the worker has in memory, as of its last report. max_model_len: the context
     limit in tokens, prompt and answer together. kv_heads: the range of heads in a record. block_size: tokens of vLLM's
-    blocks. block_hashes: names the full blocks of a prompt under a salt, as vLLM does.
+    blocks. kv_tokens: of how many tokens vLLM has memory for KV. block_hashes: names the full blocks of a prompt under
+    a salt, as vLLM does.
     """
 
     def __init__(self, llm: Any, unsupported: str | None) -> None:
@@ -80,6 +81,7 @@ class Engine:
         self.max_model_len: int = llm.model_config.max_model_len
         self.kv_heads = (0, llm.model_config.get_num_kv_heads(llm.vllm_config.parallel_config))
         self.block_size: int = llm.vllm_config.cache_config.block_size
+        self.kv_tokens: int = self.block_size * (llm.vllm_config.cache_config.num_gpu_blocks - 1)  # one is never used
         self.block_hashes = block_hashes(llm.vllm_config)
 
     @classmethod

@@ -92,22 +92,13 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
-class ChatRequest(BaseModel):
-    """model_extra: the fields that are ignored."""
+class SampledRequest(BaseModel):
+    """What OpenAI's requests have in common: how the answer is sampled. model_extra: the fields that are ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    messages: list[Message] = Field(
-        min_length=1,
-        max_length=_MAX_MESSAGES,
-        fail_fast=True,
-        description="The last one, system messages aside, is the user's or a tool's result. System messages are added "
-        "to the server's own instruction, wherever they stand; empty ones, calls of tools, and what an assistant says "
-        "before any user are left out",
-    )
     model: str | None = Field(None, description="The model being served, as /v1/models has it")
     max_tokens: int | None = Field(None, ge=1, description="A limit: what doesn't fit into the context isn't generated")
-    max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, description="0, greedy, unless given")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="Tokens to draw from; 0 and -1: all. Not of chunks")
@@ -121,9 +112,6 @@ class ChatRequest(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    ragkv: Choices = Choices()
 
     @model_validator(mode="before")
     @classmethod
@@ -137,11 +125,38 @@ class ChatRequest(BaseModel):
                 raise ValueError(
                     f"{name} can't be used here: leave it out" + f"; {accepted} is accepted" * bool(values)
                 )
-        messages = body.get("messages")
+        return {name: value for name, value in body.items() if name not in _ONLY}
+
+    def sampling(self, defaults: AnswerConfig) -> Sampling:
+        names = {field.name for field in fields(Sampling)} - {"stop"}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling.of(defaults, **self.model_dump(include=names, exclude_none=True), stop=stop)
+
+
+class ChatRequest(SampledRequest):
+    """A conversation, of which the last message is to be answered."""
+
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=_MAX_MESSAGES,
+        fail_fast=True,
+        description="The last one, system messages aside, is the user's or a tool's result. System messages are added "
+        "to the server's own instruction, wherever they stand; empty ones, calls of tools, and what an assistant says "
+        "before any user are left out",
+    )
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ragkv: Choices = Choices()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit(cls, body: Any) -> Any:
+        messages = body.get("messages") if isinstance(body, dict) else None
         contents = map(_content, messages if isinstance(messages, list) else ())
         if sum(len(content) for content in contents if isinstance(content, list)) > _MAX_PARTS:
             raise ValueError(f"messages have more than {_MAX_PARTS} parts together; join their texts")
-        return {name: value for name, value in body.items() if name not in _ONLY}
+        return body
 
     @field_validator("messages")
     @classmethod
@@ -160,11 +175,6 @@ class ChatRequest(BaseModel):
         said = [(side[0].side, "\n\n".join(message.text for message in side)) for side in sides]
         texts = [without_reasoning(text) if side == "assistant" else text for side, text in said]
         return Conversation(texts[-1], tuple(map(Turn, texts[:-1:2], texts[1::2])), own)
-
-    def sampling(self, defaults: AnswerConfig) -> Sampling:
-        names = {field.name for field in fields(Sampling)} - {"stop"}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling.of(defaults, **self.model_dump(include=names, exclude_none=True), stop=stop)
 
 
 def _content(message: Any) -> Any:
