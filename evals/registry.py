@@ -284,6 +284,16 @@ class Pressure:
 
 
 @dataclass(frozen=True)
+class Preempted:
+    """What it costs a preempted request to come back: copies of its KV, or vLLM's prefill."""
+
+    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "32,128", parse=whole_numbers)
+    tokens: tuple[int, ...] = option("Lengths of the sequence.", "512,2048", parse=whole_numbers)
+    swapped: tuple[int, ...] = option("How many of its last tokens have no KV.", "128,512,2048", parse=whole_numbers)
+    repeats: int = option("Measurements of which each median is taken.", 3, least=1)
+
+
+@dataclass(frozen=True)
 class Batch:
     """Requests in the order of `ragkv batch`, next to the order in which they came, on the same engine."""
 
@@ -315,6 +325,7 @@ EXPERIMENTS = (
     Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
     Experiment("survival", Survival, f"{_ROBUSTNESS}.survival", tables.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
+    Experiment("preempted", Preempted, f"{_WORKLOADS}.preempted", tables.preempted, VLLM),
     Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),
     Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),

@@ -217,6 +217,17 @@ def chat(rows: Sequence[Row]) -> None:
         out.print(f"{part}: {differing} answers of {engine} differ from vLLM's")
 
 
+def preempted(rows: Sequence[Row]) -> None:
+    table = Table(title="Milliseconds, medians", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("blocks of", "tokens", "without KV", "computed", "copied out", "copied in", "prefill", "speed-up"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        counts = (f"{row[name]:,}" for name in ("block_tokens", "tokens", "swapped", "computed"))
+        times = (f"{row[name]:,.1f}" for name in ("out_ms", "in_ms", "prefill_ms"))
+        table.add_row(*counts, *times, f"{row['speedup']:.1f}×")
+    out.print(table)
+
+
 def batch(rows: Sequence[Row]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("mix")

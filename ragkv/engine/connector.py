@@ -59,7 +59,7 @@ class RagKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         self._scheduler = SchedulerSide()
-        self._worker: WorkerSide | None = None  # once `attach` has been called
+        self.worker: WorkerSide | None = None  # once `attach` has been called
         self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._prefix_rules(), self._preempted())
@@ -83,7 +83,7 @@ class RagKVConnector(KVConnectorBase_V1):
         if limit and (prefixes := open_prefixes(Path(extra["prefixes"]["folder"]), limit)) is not None:
             exact = ExactKV(loader(store=prefixes), prefixes, limit)
         held = HeldKV(subset, self._kv_cache_config.num_blocks) if _held_bytes(extra) else None
-        self._worker = WorkerSide(loader(store=store), max_tokens, exact, held)
+        self.worker = WorkerSide(loader(store=store), max_tokens, exact, held)
         return None
 
     def _prefix_rules(self) -> PrefixRules | None:
@@ -150,23 +150,23 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepWork)
-        if self._worker is not None:
-            self._worker.hold(kv_connector_metadata)
+        if self.worker is not None:
+            self.worker.hold(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)
-        if self._worker is not None:
-            self._worker.step(work)
+        if self.worker is not None:
+            self.worker.step(work)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._worker.take_finished() if self._worker else (None, None)
+        return self.worker.take_finished() if self.worker else (None, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_bad_blocks() if self._worker else set()
+        return self.worker.take_bad_blocks() if self.worker else set()
 
     def build_connector_worker_meta(self) -> StepReports | None:
-        return self._worker.take_reports() if self._worker else None
+        return self.worker.take_reports() if self.worker else None
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -175,8 +175,8 @@ class RagKVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
     def shutdown(self) -> None:
-        if self._worker:
-            self._worker.close()
+        if self.worker:
+            self.worker.close()
 
 
 class WorkerExtension:
@@ -184,26 +184,24 @@ class WorkerExtension:
 
     def ragkv_attach(self) -> str | None:
         """Give the connector the loaded model. Returns why its KV can't be fused, None if it can."""
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, RagKVConnector)
         runner = self.model_runner  # type: ignore[attr-defined]
-        return connector.attach(runner.get_model(), runner.device)
+        return connector().attach(runner.get_model(), runner.device)
 
     # For operators, by the names of entries (`ChunkKey.prefix`, hexadecimal), which vLLM carries between processes
 
     def ragkv_held(self) -> list[tuple[str, int]]:
         """Return the entries in memory, with the bytes that they take; none if the model isn't fused."""
-        store = _store()
+        store = connector().store
         return [(key.prefix().hex(), size) for key, size in store.held().items()] if store else []
 
     def ragkv_hold(self, names: list[str], spared: list[str]) -> None:
         """Read entries into memory, but not in the place of those that are spared."""
-        if store := _store():
+        if store := connector().store:
             store.hold(_keys(names), _keys(spared))
 
     def ragkv_release(self, names: list[str]) -> int:
         """Give up entries in memory. Returns the bytes that they took."""
-        store = _store()
+        store = connector().store
         return store.release(_keys(names)) if store else 0
 
 
@@ -217,10 +215,11 @@ def _held_bytes(extra: dict[str, Any]) -> int:
     return int(extra.get("preemption", {}).get("held_bytes", 0))
 
 
-def _store() -> DiskStore | None:
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, RagKVConnector)
-    return connector.store
+def connector() -> RagKVConnector:
+    """Return the connector of this process, a worker's."""
+    found = get_kv_transfer_group()
+    assert isinstance(found, RagKVConnector)
+    return found
 
 
 def _keys(names: list[str]) -> list[ChunkKey]:

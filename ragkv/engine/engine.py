@@ -240,19 +240,19 @@ class Engine:
 
         Raises EngineStoppedError, as `hold` and `release` do.
         """
-        held = {ChunkKey.parse(bytes.fromhex(name)): size for name, size in await self._tell("ragkv_held")}
+        held = {ChunkKey.parse(bytes.fromhex(name)): size for name, size in await self.call_worker("ragkv_held")}
         self.in_memory = {key.chunk_hash for key in held}
         return held
 
     async def hold(self, keys: Sequence[ChunkKey], spared: Sequence[ChunkKey]) -> None:
         """Have the worker read entries into its memory (`DiskStore.hold`), while other requests wait: ask for few."""
-        await self._tell("ragkv_hold", *([key.prefix().hex() for key in each] for each in (keys, spared)))
+        await self.call_worker("ragkv_hold", *([key.prefix().hex() for key in each] for each in (keys, spared)))
 
     async def release(self, keys: Sequence[ChunkKey]) -> int:
         """Have the worker give up entries in its memory. Returns the bytes that they took."""
-        return int(await self._tell("ragkv_release", [key.prefix().hex() for key in keys]))
+        return int(await self.call_worker("ragkv_release", [key.prefix().hex() for key in keys]))
 
-    async def _tell(self, method: str, *args: Any) -> Any:
+    async def call_worker(self, method: str, *args: Any) -> Any:
         """Call a method of the worker's extension (`ragkv.engine.connector.WorkerExtension`), between two steps."""
         if not self.is_ready:
             raise EngineStoppedError("vLLM isn't running; ask again in a minute")
