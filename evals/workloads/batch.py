@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from ragkv import models
 from ragkv.batch.run import Admission, answered
 from ragkv.batch.sharing import Item, by_popularity, in_order, shared_tokens
 from ragkv.batch.work import Outcome, Work
@@ -55,7 +56,12 @@ class _Mix:
 async def run(config: Config, wanted: Batch, progress: Progress) -> AsyncIterator[Row]:
     """Yield a row for each mix."""
     num_blocks = wanted.kv_tokens // (config.model.block_tokens or 128) + 1
-    more: dict[str, Any] = {"num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
+    length = models.context_length(models.resolve(config.model.name, config.home)) or wanted.kv_tokens
+    more: dict[str, Any] = {
+        "num_gpu_blocks_override": num_blocks,
+        "max_model_len": min(length, wanted.kv_tokens),
+        "disable_log_stats": False,
+    }
     async with rig(config, _NUM_CONTEXTS, {}, **more) as found:
         mixes = [*_synthetic(found, wanted), _tweets(found, wanted)]
         progress.update("precomputing the documents' chunks")
