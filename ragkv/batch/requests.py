@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ragkv.errors import ConfigError
 from ragkv.server.answers import AnswerRequest
 from ragkv.server.chat_request import ChatRequest, SampledRequest
+from ragkv.server.wire import Choices
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _MAX_PROBLEMS = 10
@@ -97,6 +98,8 @@ def _parsed(line: str, number: int, model: str) -> BatchRequest:
     checked = _Line.model_validate(fields)
     kind = ChatRequest if checked.url == "/v1/chat/completions" else CompletionRequest
     body = kind.model_validate(checked.body)
+    if isinstance(body, ChatRequest) and (body.stream or body.ragkv != Choices()):
+        raise ValueError("body.stream and body.ragkv are for a server; a question from documents is a line of its own")
     if body.model not in (None, model):
         raise ValueError(f"body.model: {body.model!r} isn't the model that answers here; it is {model!r}")
     return BatchRequest(checked.custom_id, body)

@@ -5,11 +5,13 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ragkv.errors import BusyError, ConfigError, StoreError
+from ragkv.files import sync_folder
 
 _HEAD = b'{"id": "batch_req_'  # how each line begins
 _SYNC_LINES = 64  # as many answers are computed again after a loss of power
@@ -27,18 +29,19 @@ class Results:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._file = file.open("a+b")
+            sync_folder(file.parent)
         except OSError as error:
             raise StoreError(f"can't write {file}: {error.strerror}; choose another --out") from error
+        self._unsynced = 0
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.done = self._read()
         except BlockingIOError:
             self._file.close()
             raise BusyError(f"another run is writing {file}; wait for it, or choose another --out") from None
-        except BaseException:
+        except (ConfigError, OSError):
             self._file.close()
             raise
-        self._unsynced = 0
 
     def _read(self) -> set[str]:
         done, end = set[str](), 0
@@ -82,5 +85,5 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        with suppress(OSError) if error else nullcontext(), self._file:  # a full disk was reported already
             self._sync()

@@ -1,7 +1,6 @@
 """A batch: reads all requests, orders them, keeps as many in the engine as its memory holds, and writes the answers."""
 
 import asyncio
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,13 +10,11 @@ from pathlib import Path
 
 from ragkv.batch.requests import BatchRequest
 from ragkv.batch.results import Results
-from ragkv.batch.sharing import Item, in_order, shared_tokens
+from ragkv.batch.sharing import in_order, shared_tokens
 from ragkv.batch.work import Outcome, Preparation, Work
 from ragkv.errors import EngineStoppedError, RagKVError
 from ragkv.pipeline import Pipeline
 from ragkv.server.wire import STATUSES, error_of
-
-logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 256
 _TRIES = 3  # of a request whose engine ended; it has been started again then
@@ -44,9 +41,10 @@ class Summary:
 
 @dataclass
 class Admission:
-    """Which requests are in the engine: as many as its memory for KV holds, so that none is preempted.
+    """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
 
-    capacity: of that memory, in tokens. Blocks that running requests share count once.
+    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with its limit,
+    or once so many are known, with the longest of the last ones.
     """
 
     capacity: int
@@ -56,33 +54,33 @@ class Admission:
 
     def fits(self, work: Work) -> bool:
         """Return whether there is memory for this request as well."""
-        return self._num_tokens + self._needs(work) <= self.capacity
+        parts = work.item.parts if work.is_exact else ()
+        new = sum(size for name, size in parts if not self._shared[name])
+        return self._num_tokens + new + self._own(work) <= self.capacity
 
-    def _needs(self, work: Work) -> int:
-        item = work.item
-        known = sum(size for name, size in item.parts if self._shared[name]) if work.is_exact else 0
-        return item.num_tokens - known + self._answer(item)
-
-    def _answer(self, item: Item) -> int:
-        """Return how long an answer will probably be at most: as the longest of the last ones."""
-        return min(item.max_tokens, max(self._lengths)) if len(self._lengths) == _REMEMBERED else item.max_tokens
+    def _own(self, work: Work) -> int:
+        """Return how many tokens the request shares with nobody."""
+        item, shared = work.item, sum(size for _, size in work.item.parts) if work.is_exact else 0
+        is_known = len(self._lengths) == _REMEMBERED
+        return item.num_tokens - shared + min(item.max_tokens, max(self._lengths) if is_known else item.max_tokens)
 
     def start(self, work: Work) -> int:
         """Count the request in. Returns what `end` is to be told."""
-        needs = self._needs(work)
-        if work.is_exact:
-            self._shared.update(name for name, _ in work.item.parts)
-            needs = work.item.num_tokens - sum(size for _, size in work.item.parts) + self._answer(work.item)
-            self._num_tokens += sum(size for name, size in work.item.parts if self._shared[name] == 1)
-        self._num_tokens += needs
-        return needs
+        own = self._own(work)
+        self._num_tokens += own
+        for name, size in work.item.parts if work.is_exact else ():
+            self._num_tokens += 0 if self._shared[name] else size
+            self._shared[name] += 1
+        return own
 
-    def end(self, work: Work, started_with: int, num_generated: int | None) -> None:
+    def end(self, work: Work, own: int, num_generated: int | None) -> None:
         """Count the request out. num_generated: the length of its answer, None if it has none."""
-        self._num_tokens -= started_with
-        if work.is_exact:
-            self._num_tokens -= sum(size for name, size in work.item.parts if self._shared[name] == 1)
-            self._shared -= Counter(name for name, _ in work.item.parts)
+        self._num_tokens -= own
+        for name, size in work.item.parts if work.is_exact else ():
+            self._shared[name] -= 1
+            if not self._shared[name]:
+                self._num_tokens -= size
+                del self._shared[name]
         if num_generated is not None:
             self._lengths.append(num_generated)
 
@@ -92,14 +90,12 @@ async def run(
     requests: Sequence[BatchRequest],
     out: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    *,
-    as_they_came: bool = False,
 ) -> Summary:
     """Answer all requests that `out` has no answers to yet, and append these to it as they come.
 
-    progress: called with how many requests of how many are answered. as_they_came: in the file's order, all at once,
-    to compare with. A request that can't be answered has the error in its answer's place. Raises EngineStoppedError if
-    vLLM ends again and again, StoreError if `out` can't be written: what it has stays, and the next run goes on.
+    progress: called with how many requests of how many are answered. A request that can't be answered has the error in
+    its answer's place. Raises EngineStoppedError if vLLM ends again and again, StoreError if `out` can't be written:
+    what it has stays, and the next run goes on.
     """
     with Results(out) as results:
         left = [request for request in requests if request.custom_id not in results.done]
@@ -107,18 +103,14 @@ async def run(
         if not left:
             return summary
         engine = await pipeline.start()
-        works = await asyncio.to_thread(Preparation(pipeline, engine).prepare, left)
-        for work in works:
-            if work.problem is not None:
-                _fail(work.custom_id, work.problem, results, summary)
-        works = [work for work in works if work.problem is None]
-        if not as_they_came:
-            works = [works[number] for number in in_order([work.item for work in works])]
+        works, problems = await asyncio.to_thread(Preparation(pipeline, engine).prepare, left)
+        for custom_id, problem in problems.items():
+            _fail(custom_id, problem, results, summary)
+        works = [works[number] for number in in_order([work.item for work in works])]
         summary.num_shared = shared_tokens([work.item for work in works if work.is_exact])
         begin = time.perf_counter()
-        admission = Admission(engine.kv_tokens if not as_they_came else 1 << 62)
         try:
-            async with aclosing(answered(works, admission)) as answers:
+            async with aclosing(answered(works, Admission(engine.kv_tokens))) as answers:
                 async for work, outcome in answers:
                     if isinstance(outcome, Outcome):
                         _keep(work.custom_id, outcome, results, summary)
@@ -144,13 +136,12 @@ async def answered(
         while waiting or running:
             while waiting and len(running) < _MOST_AT_ONCE and (not running or admission.fits(waiting[0])):
                 work = waiting.popleft()
-                assert work.run is not None
                 running[asyncio.ensure_future(work.run())] = work, admission.start(work)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                work, started_with = running.pop(task)
+                work, own = running.pop(task)
                 error = task.exception()
-                admission.end(work, started_with, None if error else task.result().num_generated)
+                admission.end(work, own, None if error else task.result().num_generated)
                 if isinstance(error, EngineStoppedError) and tries[work.custom_id] < _TRIES:
                     tries[work.custom_id] += 1
                     waiting.appendleft(work)

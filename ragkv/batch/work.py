@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ragkv.engine.engine import Engine
 from ragkv.engine.task import PrefixUse
 from ragkv.errors import ConfigError, ContextTooLongError, EngineStoppedError, RagKVError
 from ragkv.pipeline import Pipeline
+from ragkv.retriever.documents import is_visible
 from ragkv.routing import exact_salt
 from ragkv.server.answers import AnswerRequest, AnswerResponse
 from ragkv.server.chat_request import ChatRequest
@@ -35,14 +36,13 @@ class Work:
     """A request that is ready to run. is_exact: whether its parts are blocks that requests share while they run; those
     of others are chunks, which each has a copy of.
 
-    run: answers it, and raises RagKVError if it can't. None: it can't, for the reason `problem`.
+    run: answers it, and raises RagKVError if it can't.
     """
 
     custom_id: str
     item: Item
+    run: Callable[[], Awaitable[Outcome]]
     is_exact: bool = True
-    run: Callable[[], Awaitable[Outcome]] | None = None
-    problem: RagKVError | None = None
 
 
 class Preparation:
@@ -54,30 +54,33 @@ class Preparation:
         self._salt = exact_salt(pipeline.tenant)
         self._model = pipeline.config.model.name
 
-    def prepare(self, requests: Sequence[BatchRequest]) -> list[Work]:
-        """Return the work of each request. Of thousands it takes minutes: call it in a thread."""
-        works = [self._work(request) for request in requests]
-        asking = [number for number, work in enumerate(works) if not work.is_exact]
-        for number, parts in zip(asking, by_popularity([works[n].item.parts for n in asking]), strict=True):
-            work = works[number]
-            item = Item(parts, work.item.num_tokens, work.item.max_tokens)
-            works[number] = Work(work.custom_id, item, is_exact=False, run=work.run)
-        return works
+    def prepare(self, requests: Sequence[BatchRequest]) -> tuple[list[Work], dict[str, RagKVError]]:
+        """Return the work of each request, and why there is none for others, by their custom_id.
+
+        Of thousands it takes minutes: call it in a thread.
+        """
+        works, problems = list[Work](), dict[str, RagKVError]()
+        for request in requests:
+            try:
+                works.append(self._work(request))
+            except (ConfigError, ContextTooLongError) as error:
+                problems[request.custom_id] = error
+        asking = [work for work in works if not work.is_exact]
+        ranked = by_popularity([work.item.parts for work in asking])
+        asking = [replace(w, item=replace(w.item, parts=p)) for w, p in zip(asking, ranked, strict=True)]
+        return [*(work for work in works if work.is_exact), *asking], problems
 
     def _work(self, request: BatchRequest) -> Work:
-        try:
-            if isinstance(request.body, AnswerRequest):
-                return self._question(request.custom_id, request.body)
-            return self._prompt(request.custom_id, request.body)
-        except (ConfigError, ContextTooLongError) as error:
-            return Work(request.custom_id, Item((), 0, 0), problem=error)
+        if isinstance(request.body, AnswerRequest):
+            return self._question(request.custom_id, request.body)
+        return self._prompt(request.custom_id, request.body)
 
     def _question(self, custom_id: str, body: AnswerRequest) -> Work:
         options = body.options(self._pipeline.defaults, body.max_tokens)
         _, fitted = self._pipeline.retrieve(Conversation(body.question), options, self._engine.max_model_len)
         chunks = [(hit.chunk.chunk_hash, len(hit.chunk.token_ids)) for hit in fitted.hits]
         item = Item(tuple(chunks), len(fitted.prompt.token_ids), options.max_tokens)
-        return Work(custom_id, item, is_exact=False, run=partial(self._ask, body.question, options))
+        return Work(custom_id, item, partial(self._ask, body.question, options), is_exact=False)
 
     async def _ask(self, question: str, options: AnswerOptions) -> Outcome:
         async with aclosing(self._pipeline.answer(question, options)) as events:
@@ -91,7 +94,7 @@ class Preparation:
     def _prompt(self, custom_id: str, body: ChatRequest | CompletionRequest) -> Work:
         defaults, limit = self._pipeline.defaults, self._engine.max_model_len
         if isinstance(body, ChatRequest):
-            messages = [{"role": message.side, "content": message.text} for message in body.messages]
+            messages = [{"role": m.side, "content": m.text} for m in body.messages if is_visible(m.text)]
             token_ids = self._layout.chat_tokens(messages)
             max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
         else:
@@ -107,7 +110,7 @@ class Preparation:
         max_tokens = min(max_tokens, limit - len(token_ids))
         parts = tuple(self._parts(token_ids))
         run = partial(self._generate, isinstance(body, ChatRequest), token_ids, max_tokens, body.sampling(defaults))
-        return Work(custom_id, Item(parts, len(token_ids), max_tokens), run=run)
+        return Work(custom_id, Item(parts, len(token_ids), max_tokens), run)
 
     def _parts(self, token_ids: list[int]) -> list[Part]:
         return [(name, self._engine.block_size) for name in self._engine.block_hashes(token_ids, self._salt)]

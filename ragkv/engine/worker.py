@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIN_SLICE, _MAX_SLICE = 64, 512  # tokens, while other requests are computed
-_TIDY_INTERVAL_S = 600.0  # what is given back is soon wanted again, and costs the next requests some 0.1 s
+_TIDY_INTERVAL_S = 600.0  # what is given back is soon wanted again, and then costs time
 _T = TypeVar("_T")
 
 

@@ -5,8 +5,12 @@ from ragkv.batch.sharing import Item
 from ragkv.batch.work import Work
 
 
+async def never():
+    raise AssertionError("nothing runs here")
+
+
 def exact(*names, num_tokens=40, max_tokens=10):
-    return Work("", Item(tuple((name, 16) for name in names), num_tokens, max_tokens))
+    return Work("", Item(tuple((name, 16) for name in names), num_tokens, max_tokens), never)
 
 
 def test_shared_blocks_count_once():
@@ -25,7 +29,7 @@ def test_shared_blocks_count_once():
 
 def test_chunks_are_copies():
     admission = Admission(100)
-    work = Work("", Item((("a", 16),), 40, 10), is_exact=False)
+    work = Work("", Item((("a", 16),), 40, 10), never, is_exact=False)
     needs = admission.start(work)
     admission.start(work)
     assert not admission.fits(work)

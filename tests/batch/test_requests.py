@@ -51,6 +51,11 @@ def test_all_three_kinds_of_lines_are_read_in_order(tmp_path):
         ({**CHAT, "body": {"messages": []}}, "line 1: messages: List should have at least 1"),
         ({**CHAT, "body": {"messages": MESSAGES, "n": 2}}, "line 1: body: Value error, n can't be used here"),
         ({**CHAT, "body": {"messages": MESSAGES, "model": "other"}}, "'other' isn't the model that answers here"),
+        (
+            {**CHAT, "body": {"messages": MESSAGES, "stream": True}},
+            "line 1: body.stream and body.ragkv are",
+        ),
+        ({**CHAT, "body": {"messages": MESSAGES, "ragkv": {"top_k": 2}}}, "line 1: body.stream and body.ragkv"),
         ({**CHAT, "url": "/v1/embeddings", "body": {}}, "line 1: url: Input should be '/v1/chat/completions'"),
         ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ""}}, "line 1: prompt: "),
     ],

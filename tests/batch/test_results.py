@@ -1,6 +1,7 @@
 """The file of a batch's answers: whole lines only, one writer, and nothing asked twice."""
 
 import json
+import resource
 
 import pytest
 
@@ -57,3 +58,19 @@ def test_another_file_is_not_written_to(tmp_path, text):
     assert file.read_text() == text
     with pytest.raises(StoreError, match="can't write"):
         Results(file / "out.jsonl")
+
+
+def test_a_full_disk_is_an_error_that_says_so_and_loses_no_answer(tmp_path):
+    file, limits = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Results(file) as results:
+        results.add("a", 200, {})
+    size = file.stat().st_size
+    try:
+        with pytest.raises(StoreError, match="what is in it stays"), Results(file) as results:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+            results.add("b", 200, {"answer": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.stat().st_size == size + 20
+    with Results(file) as results:
+        assert results.done == {"a"}

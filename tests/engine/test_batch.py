@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 
+import psutil
 import pytest
 
 from ragkv.answer import Answer, AnswerOptions
@@ -127,3 +128,22 @@ def test_a_batch_that_is_broken_off_and_reordered_ends_with_the_same_answers(run
     assert summary.earlier >= 17
     assert answers(broken) == answers(whole)
     assert runner.run(run(pipeline, requests(tmp_path, 7), broken)).earlier == len(lines())
+
+
+def test_a_batch_goes_on_where_vllms_processes_end(runner, pipeline, tmp_path):
+    whole, killed, names = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl", []
+    runner.run(run(pipeline, requests(tmp_path, 8), whole))
+
+    def kill(done, _):
+        if done >= 6 and not names:
+            found = [
+                child for child in psutil.Process().children(recursive=True) if "VLLM::Worker" in child.cmdline()[0]
+            ]
+            names.extend(child.pid for child in found)
+            for child in found:
+                child.kill()
+
+    summary = runner.run(run(pipeline, requests(tmp_path, 9), killed, kill))
+    assert len(names) == 1
+    assert summary.answered == len(lines()) - 1
+    assert answers(killed) == answers(whole)
