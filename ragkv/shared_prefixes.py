@@ -9,7 +9,7 @@ from functools import partial
 
 from ragkv.controller.cost_model import Profile, longest_wait_s
 from ragkv.engine.engine import Engine
-from ragkv.engine.prefixes import Prefixes
+from ragkv.engine.prefixes import Beginnings, Prefixes
 from ragkv.routing import Request
 from ragkv.store.entries import EntryFolder
 from ragkv.store.prefixes import generation
@@ -75,15 +75,19 @@ class SharedPrefixes:
     def _kept(self, request: Request, engine: Engine) -> list[ChunkKey]:
         """Return the segments of all full blocks of a request's prompt."""
         known, token_ids = self._known(engine, lambda key: False), request.prompt.token_ids
-        hashes = engine.block_hashes(token_ids, request.salt)
-        return [known.key(span) for span in known.missing(hashes, len(hashes))]
+        return [known.key(span) for span in known.missing(_full_blocks(request, engine), len(token_ids))]
 
     def _longest(self, request: Request, engine: Engine, contains: Callable[[ChunkKey], bool]) -> dict[ChunkKey, int]:
         """Return the segments of a request's longest prefix of which `contains` is true, and their tokens."""
         known, token_ids = self._known(engine, contains), request.prompt.token_ids
-        spans = known.find(engine.block_hashes(token_ids, request.salt), 0, len(token_ids) - 1)
+        spans = known.find(_full_blocks(request, engine), 0, len(token_ids) - 1)
         return {known.key(span): span.end - span.start for span in spans}
 
     def _known(self, engine: Engine, contains: Callable[[ChunkKey], bool]) -> Prefixes:
         since = partial(generation, self._folder)
         return Prefixes(contains, since, self._fingerprint, engine.kv_heads, engine.block_size)
+
+
+def _full_blocks(request: Request, engine: Engine) -> Beginnings:
+    """Return the names of a prompt's beginnings without tails, which are too short to wait for."""
+    return Beginnings(engine.block_hashes(request.prompt.token_ids, request.salt), (), engine.block_size)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.engine.prefixes import EXACT, Prefixes, Reuse, WriteBudget
+from ragkv.engine.prefixes import EXACT, Beginnings, Prefixes, Reuse, WriteBudget
 from ragkv.engine.scheduler import PrefixRules, SchedulerSide, StepReports
 from ragkv.engine.task import PrefixUse, Report, StageReport, TokenReport, lost_from_params, to_params
 from ragkv.store.disk_store import DiskStore
@@ -18,6 +18,15 @@ BLOCK = 128
 def hashes(text, salt=""):
     """As vLLM's: of each full block together with all that is before it. A letter is a block."""
     return [f"{salt}:{text[:end]}".encode().ljust(32, b".")[-32:] for end in range(1, len(text) + 1)]
+
+
+def tokens(text):
+    return [ord(letter) for letter in text for _ in range(BLOCK)]
+
+
+def beginnings(text, salt="", more=()):
+    """Of full blocks, and of some more tokens."""
+    return Beginnings(hashes(text, salt), [*tokens(text), *more], BLOCK)
 
 
 @pytest.fixture
@@ -42,10 +51,10 @@ def ends(spans):
 
 
 def test_the_longest_stored_prefix_is_found(store, prefixes):
-    spans = prefixes.missing(hashes("abcde"), 5)
+    spans = prefixes.missing(beginnings("abcde"), 5 * BLOCK)
     assert ends(spans) == [(0, 2), (2, 4), (4, 5)]
     put(store, *spans)
-    find = lambda text, known=0, most=10_000: ends(prefixes.find(hashes(text), known, most))  # noqa: E731
+    find = lambda text, known=0, most=10_000: ends(prefixes.find(beginnings(text), known, most))  # noqa: E731
     assert find("abcdefg") == [(0, 2), (2, 4), (4, 5)]
     assert find("abcdx") == [(0, 2), (2, 4)]
     assert find("abcdefg", most=4 * BLOCK + 1) == [(0, 2), (2, 4)]
@@ -53,15 +62,15 @@ def test_the_longest_stored_prefix_is_found(store, prefixes):
     assert find("abcdefg", known=3 * BLOCK) == [(2, 4), (4, 5)]  # all of a segment, of which vLLM has a half
     assert find("abcdefg", known=4 * BLOCK) == []  # too short
     assert find("xbcde") == find("ab", most=BLOCK) == find("") == []
-    assert prefixes.find(hashes("abcde", "other salt"), 0, 10_000) == ()
-    assert ends(prefixes.missing(hashes("abcdefgh"), 8)) == [(4, 6), (6, 8)]
-    assert prefixes.missing(hashes("ab"), 1) == ()
+    assert prefixes.find(beginnings("abcde", "other salt"), 0, 10_000) == ()
+    assert ends(prefixes.missing(beginnings("abcdefgh"), 8 * BLOCK)) == [(4, 6), (6, 8)]
+    assert prefixes.missing(beginnings("ab"), BLOCK) == ()
 
 
 def test_a_segment_that_is_gone_ends_the_prefix(store, prefixes):
-    spans = prefixes.missing(hashes("abcdef"), 6)
+    spans = prefixes.missing(beginnings("abcdef"), 6 * BLOCK)
     put(store, spans[0], spans[2])
-    assert ends(prefixes.find(hashes("abcdef"), 0, 10_000)) == [(0, 2)]
+    assert ends(prefixes.find(beginnings("abcdef"), 0, 10_000)) == [(0, 2)]
 
 
 def test_loading_is_left_out_where_prefill_is_quicker(prefixes, monkeypatch):
@@ -76,11 +85,62 @@ def test_loading_is_left_out_where_prefill_is_quicker(prefixes, monkeypatch):
     assert prefixes.pays(20.0)  # for once
 
 
+@pytest.mark.parametrize("num_more", [0, 31, 32, 50, 96, 127])
+def test_a_tail_is_less_than_a_block(store, prefixes, num_more):
+    more = list(range(1000, 1000 + num_more))
+    spans = prefixes.missing(beginnings("abc", more=more), 3 * BLOCK + num_more)
+    end = 3 * BLOCK + num_more // 32 * 32
+    assert [(each.start, each.end) for each in spans][2:] == ([(3 * BLOCK, end)] if num_more >= 32 else [])
+    put(store, *spans)
+    assert prefixes.missing(beginnings("abc", more=more), 3 * BLOCK + num_more) == ()
+
+    def find(text, behind, known=0, most=10_000, salt=""):
+        found = prefixes.find(beginnings(text, salt, behind), known, most)
+        return found[-1].end if found else 0
+
+    assert find("abc", more) == find("abc", [*more, 1, 2, 3]) == find("abc", more, known=BLOCK) == end
+    assert find("abc", more, most=end) == end
+    other = [*more[:-1], 7]
+    assert find("abc", other) == 3 * BLOCK + (0 if num_more % 32 == 0 else num_more // 32 * 32)
+    assert find("abd", more) == 2 * BLOCK and find("abc", more, salt="other") == find("", more) == 0
+    assert find("abc", more, most=3 * BLOCK + 31) == 3 * BLOCK
+    assert find("abc", more, known=3 * BLOCK) == 0
+
+
+def test_a_shared_tail_is_found_behind_another_question(store, prefixes):
+    reuse, more = Reuse(), list(range(1000, 1116))
+
+    def asked(question):  # of 20 tokens, so that there are four full blocks
+        token_ids = [*tokens("abc"), *more, *[question] * 20]
+        return Beginnings([*hashes("abc"), bytes([question]) * 32], token_ids, BLOCK)
+
+    assert reuse.worth(None, asked(1), 520, 520) == 0
+    shared = reuse.worth(None, asked(2), 520, 520)
+    assert shared == 3 * BLOCK + 96
+    put(store, *prefixes.missing(asked(2), shared))
+    assert prefixes.find(asked(3), 0, 519)[-1].end == shared
+
+
+@pytest.mark.parametrize("block", [16, 32, 48])
+def test_short_blocks_have_no_tails(block):
+    names = [bytes([i]) * 32 for i in range(10)]
+    some = Beginnings(names, range(10 * block + block - 1), block)
+    assert not some.has_tails and list(some.tails(2 * block, 10_000)) == []
+    assert some.longest(10_000) == 10 * block and list(some.ends(3 * block + 5)) == [block, 2 * block, 3 * block]
+
+
+def test_a_request_with_images_has_no_tails():
+    some = Beginnings(hashes("abc"), (), BLOCK)
+    assert some.longest(3 * BLOCK + 100) == 3 * BLOCK and list(some.ends(10_000)) == [BLOCK, 2 * BLOCK, 3 * BLOCK]
+
+
 def test_what_is_worth_storing():
-    reuse = Reuse(BLOCK)
-    worth = lambda text, keep=None, prompt=None: reuse.worth(  # noqa: E731
-        keep, hashes(text), BLOCK * len(text if prompt is None else prompt), len(text)
-    )
+    long, short = Reuse(), Reuse()
+
+    def worth(text, keep=None, prompt=None, reuse=long):
+        num_prompt = BLOCK * len(text if prompt is None else prompt)
+        return reuse.worth(keep, Beginnings(hashes(text), (), BLOCK), num_prompt, BLOCK * len(text)) // BLOCK
+
     assert worth("abcx") == 0
     assert worth("abcy") == 3  # an instruction of three blocks
     assert worth("abcydef") == 7  # it goes on where another request has ended
@@ -90,18 +150,18 @@ def test_what_is_worth_storing():
     assert worth("rstuv", "session") == 5
     assert worth("1234", "shared", prompt="12") == 2
     assert worth("") == 0
-    short = Reuse(BLOCK)
-    assert short.worth(None, hashes("a"), BLOCK, 1) == 0
-    assert short.worth(None, hashes("ab"), BLOCK, 2) == 1  # no conversation: what has ended there is too short
+    assert worth("a", reuse=short) == 0
+    assert worth("ab", reuse=short) == 1  # no conversation: what has ended there is too short
 
 
 def test_only_so_much_is_remembered(monkeypatch):
-    monkeypatch.setattr("ragkv.engine.prefixes._REMEMBERED_BLOCKS", 4)
-    reuse = Reuse(BLOCK)
-    for text in ("abc", "xyz"):
-        reuse.worth(None, hashes(text), 0, 3)
-    assert reuse.worth(None, hashes("xyq"), 0, 3) == 2
-    assert reuse.worth(None, hashes("abc"), 0, 3) == 0
+    monkeypatch.setattr("ragkv.engine.prefixes._REMEMBERED", 4)
+    reuse = Reuse()
+    worth = lambda text: reuse.worth(None, Beginnings(hashes(text), (), BLOCK), 0, 3 * BLOCK) // BLOCK  # noqa: E731
+    worth("abc")
+    worth("xyz")
+    assert worth("xyq") == 2
+    assert worth("abc") == 0
 
 
 def test_an_hour_has_a_budget(monkeypatch):
@@ -119,7 +179,7 @@ class Engine:
     """A scheduler's side, and requests of it. A letter is a block of tokens."""
 
     def __init__(self, prefixes, bytes_per_hour=1e12):
-        self.side = SchedulerSide(PrefixRules(prefixes, Reuse(BLOCK), WriteBudget(bytes_per_hour), bytes_per_token=1))
+        self.side = SchedulerSide(PrefixRules(prefixes, Reuse(), WriteBudget(bytes_per_hour), bytes_per_token=1))
         self.side.keep(StepReports({}, keeps_prefixes=True))
 
     def request(self, id, text, **use):
@@ -129,6 +189,9 @@ class Engine:
             kv_transfer_params=to_params(None, PrefixUse(**use)),
             block_hashes=hashes(text),
             prompt_token_ids=[0] * num_tokens,
+            all_token_ids=[*tokens(text), *[0] * 10],
+            mm_features=[],
+            prompt_embeds=None,
             num_prompt_tokens=num_tokens,
             num_tokens=num_tokens,
             num_computed_tokens=num_tokens,

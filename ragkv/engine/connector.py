@@ -108,7 +108,7 @@ class RagKVConnector(KVConnectorBase_V1):
         )
         bytes_per_token = spec.page_size_bytes * len(group.layer_names) // spec.block_size
         budget = WriteBudget(extra["prefixes"]["bytes_per_hour"])
-        return PrefixRules(stored, Reuse(spec.block_size), budget, bytes_per_token)
+        return PrefixRules(stored, Reuse(), budget, bytes_per_token)
 
     def _preempted(self) -> Preempted | None:
         """Return who follows preempted requests; None if they are to be computed anew, or their blocks aren't alike."""

@@ -97,10 +97,10 @@ class ExactKV:
     def _copied(self, span: Span, block_ids: torch.Tensor) -> list[LayerKV]:
         assert self._views is not None
         size = self._forward.block_size
-        ids = block_ids[span.start // size : span.end // size].to(self._forward.device)
-        layers = []
+        ids = block_ids[span.start // size : -(-span.end // size)].to(self._forward.device)
+        num_tokens, layers = span.end - span.start, []
         for pair in self._views:
-            k, v = (cache[ids].flatten(0, 1).transpose(0, 1).contiguous().cpu() for cache in pair)
+            k, v = (cache[ids].flatten(0, 1)[:num_tokens].transpose(0, 1).contiguous().cpu() for cache in pair)
             layers.append(LayerKV(k, v, span.start))
         return layers
 

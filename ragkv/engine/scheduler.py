@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from ragkv.engine.preemption import Hold, Preempted
-from ragkv.engine.prefixes import Prefixes, Reuse, WriteBudget
+from ragkv.engine.prefixes import Beginnings, Prefixes, Reuse, WriteBudget
 from ragkv.engine.task import (
     FuseTask,
     Job,
@@ -161,7 +161,7 @@ class SchedulerSide:
             self._generations.setdefault(request.request_id, stored.generation())
             if not stored.pays(use.prefill_ms):
                 return ()
-            return stored.find(request.block_hashes, num_computed, request.num_tokens - 1)
+            return stored.find(_beginnings(request, stored.block_size), num_computed, request.num_tokens - 1)
         except OSError as error:
             logger.warning("stored prefixes can't be looked up: %s", error)
             self._generations.pop(request.request_id, None)
@@ -215,12 +215,11 @@ class SchedulerSide:
         if self._prefixes is None or generation is None:
             return False
         use, stored = prefix_from_params(request.kv_transfer_params), self._prefixes.stored
-        num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        num_blocks = min(num_computed // stored.block_size, len(request.block_hashes), len(block_ids))
-        hashes = request.block_hashes
-        num_blocks = self._prefixes.reuse.worth(use.keep, hashes, request.num_prompt_tokens, num_blocks)
+        num_computed = min(request.num_computed_tokens, request.num_tokens - 1, len(block_ids) * stored.block_size)
+        beginnings = _beginnings(request, stored.block_size)
+        num_tokens = self._prefixes.reuse.worth(use.keep, beginnings, request.num_prompt_tokens, num_computed)
         try:
-            spans = stored.missing(hashes, num_blocks)
+            spans = stored.missing(beginnings, num_tokens)
             if not use.is_given:
                 spans = tuple(takewhile(self._may_write, spans))
         except OSError as error:
@@ -248,3 +247,9 @@ class SchedulerSide:
             self._preempted.forget(request_id)
         num_lost, self._num_lost = self._num_lost, 0
         return report_to_params(self.reports.pop(request_id, None), self._resumed.pop(request_id, 0), num_lost)
+
+
+def _beginnings(request: "Request", block_size: int) -> Beginnings:
+    """Return the names of a request's beginnings, without tails if it has more than its tokens, such as images."""
+    is_text = not request.mm_features and request.prompt_embeds is None
+    return Beginnings(request.block_hashes, request.all_token_ids if is_text else (), block_size)
