@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
-from ragkv.engine.task import Keep, PrefixUse
+from ragkv.engine.task import FuseTask, Keep, PrefixUse
 from ragkv.errors import ModelError
 from ragkv.evals import lmcache
 
@@ -22,7 +23,8 @@ RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
 
 @dataclass(frozen=True)
 class Timed:
-    """A request. prefix: tokens from vLLM's prefix cache, or from LMCache; stored: from the disk. Times in seconds."""
+    """A request. prefix: tokens from vLLM's prefix cache, or from LMCache; stored: from the disk; fused: of chunks, not
+    computed. gaps_s: between two pieces of the answer. Times in seconds."""
 
     ttft_s: float
     total_s: float
@@ -30,6 +32,8 @@ class Timed:
     prefix: int
     stored: int
     token_ids: tuple[int, ...]
+    fused: int = 0
+    gaps_s: tuple[float, ...] = ()
 
 
 async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool, **more: Any) -> Engine:
@@ -92,19 +96,28 @@ def in_turn(engines: Iterable[str], number: int) -> list[str]:
 
 
 async def ask(
-    engine: Engine, token_ids: list[int], max_tokens: int, keep: Keep | None = None, salt: str | None = None
+    engine: Engine,
+    token_ids: list[int],
+    max_tokens: int,
+    keep: Keep | None = None,
+    salt: str | None = None,
+    task: FuseTask | None = None,
 ) -> Timed:
     """Ask greedily, and don't stop before `max_tokens`."""
-    begin, first, report, tokens, cached = time.perf_counter(), 0.0, None, list[int](), 0
-    async for output in engine.generate(
-        token_ids, max_tokens=max_tokens, salt=salt, prefix=PrefixUse(keep), ignore_eos=True
-    ):
-        first = first or time.perf_counter()
+    begin, report, tokens, cached, times = time.perf_counter(), None, list[int](), 0, list[float]()
+    outputs = engine.generate(
+        token_ids, task, max_tokens=max_tokens, salt=salt, prefix=PrefixUse(keep), ignore_eos=True
+    )
+    async for output in outputs:
+        times.append(time.perf_counter())
         tokens += output.token_ids
         report, cached = output.report or report, output.num_cached_tokens
     stored = report.tokens.exact if report else 0
-    now = time.perf_counter()
-    return Timed(first - begin, now - begin, len(token_ids), cached - stored, stored, tuple(tokens))
+    fused = report.tokens.reused if report else 0
+    prefix = report.tokens.prefix if task and report else cached - stored
+    between = tuple(after - before for before, after in pairwise(times))
+    total_s = time.perf_counter() - begin
+    return Timed(times[0] - begin, total_s, len(token_ids), prefix, stored, tuple(tokens), fused, between)
 
 
 def folder() -> "tempfile.TemporaryDirectory[str]":

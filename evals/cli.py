@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -154,6 +155,31 @@ def report(
     typer.echo(page.write(files, out, against))
 
 
+def everything(
+    data: Annotated[Path, typer.Option(help="Folder that holds the datasets.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for rows, pictures and the page.")] = Path("all"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small samples: about 15 minutes on two cores.")] = False,
+    only: Annotated[str, typer.Option(help="Names of cases, with commas between. Default: all.")] = "",
+) -> None:
+    """Run every experiment, one after the other, and write a page with all tables and pictures.
+
+    What is there already isn't run again, so that an interrupted run goes on.
+    """
+    from ragkv.evals import everything as all_cases
+
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    cases = all_cases.chosen(names, is_quick=quick)
+    failed = 0
+    for case, result in all_cases.run(cases, data, out, is_quick=quick, note=partial(err.print, markup=False)):
+        if result.status:
+            failed += 1
+            err.print(f"{case.name} ended with status {result.status}: {result.error}", style="red", markup=False)
+    typer.echo(out / all_cases.PAGE)
+    if failed:
+        raise typer.Exit(1)
+
+
 for _experiment in registry.EXPERIMENTS:
     app.command(_experiment.name)(command_of(_experiment))
 app.command()(report)
+app.command("all")(everything)

@@ -306,6 +306,26 @@ class Batch:
     repeats: int = option("Times that each mix goes in each order, of which the median counts.", 3, least=1)
 
 
+@dataclass(frozen=True)
+class Rag:
+    """Questions about documents of unlike popularity that arrive at random, next to vLLM alone and LMCache."""
+
+    data: Path = option("Folder that holds musique/.")
+    documents: int = option("How many, of a chunk each.", 48, least=2)
+    exponent: float = option("Of Zipf's law of their popularity.", 0.9, least=0)
+    top_k: int = option("Documents of a question.", 8, least=1)
+    chunk_tokens: int = option("Of a document.", 480, least=16)
+    questions: int = option("Of each measurement.", 12, least=2)
+    shares: tuple[float, ...] = option(
+        "Rates of arrival, as shares of what each engine answers one after the other.", "0.5,0.9", parse=numbers
+    )
+    tokens: int = option("Of an answer.", 16, least=2)
+    long: int = option("Questions to ragkv alone, in the end, one hundred after the other.", 1000, least=0)
+    kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 24576, least=1024)
+    seed: int = option("Of the questions and the arrivals.", 0)
+    lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)
+
+
 _WORKLOADS, _ROBUSTNESS = "ragkv.evals.workloads", "ragkv.evals.robustness"
 EXPERIMENTS = (
     Experiment("ttft", Ttft, f"{_WORKLOADS}.ttft", tables.ttft, (*VLLM, "embedder")),
@@ -327,6 +347,7 @@ EXPERIMENTS = (
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("preempted", Preempted, f"{_WORKLOADS}.preempted", tables.preempted, VLLM),
     Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),
+    Experiment("rag", Rag, f"{_WORKLOADS}.rag", tables.rag, VLLM),
     Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),
 )

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli.output import out
+from ragkv.evals.arrivals import rates_at_equal_p90
 from ragkv.evals.experiment import Row
 
 _WIDTH = 115  # of wide tables, at least: on a narrow terminal lines wrap and no value is cut off
@@ -154,6 +155,31 @@ def load(rows: Sequence[Row]) -> None:
         times = [f"{row[key]:,.0f} ms" if key in row else "" for key in keys]
         table.add_row(row["part"], row["system"], rate, f"{row['questions']}", *times, f"{row['failed']}")
     out.print(table)
+
+
+def rag(rows: Sequence[Row]) -> None:
+    table = Table("", "engine", box=None, padding=(0, 1))
+    columns = ("a minute", "questions", "TTFT 50%", "90%", "99%", "tokens 50%", "99%", "a token of all", "reused")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        part = f"from {row['from']:,}" if row["part"] == "long" else row["part"]
+        rate = f"{60 * row['rate']:.1f}" if "rate" in row else ""
+        keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "normalised_ms")
+        times = [f"{row[key]:,.0f} ms" for key in keys]
+        table.add_row(part, row["system"], rate, f"{row['questions']}", *times, _share(row["reused_share"]))
+    out.width = max(out.width, _WIDTH)
+    out.print(table)
+    alone = {row["system"]: row["ttft_p50_ms"] for row in rows if row["part"] == "alone"}
+    for name, ttft_ms in alone.items():
+        if name != "ragkv":
+            out.print(f"one after the other, the first token comes {ttft_ms / alone['ragkv']:.1f}× as soon as {name}'s")
+    for row, quickest, is_bound in rates_at_equal_p90(rows):
+        at_least = "at least " if is_bound else ""
+        out.print(
+            f"at vLLM's {row['ttft_p90_ms']:,.0f} ms for nine in ten first tokens: "
+            f"{at_least}{quickest / row['rate']:.1f}× its rate of {60 * row['rate']:.1f} a minute"
+        )
 
 
 def faults(rows: Sequence[Row]) -> None:

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
-from ragkv.engine.prefixes import SEGMENT_TOKENS
+from ragkv.engine.prefixes import Beginnings, Prefixes
+from ragkv.engine.task import Span
 from ragkv.evals import bucket as s3
 from ragkv.evals.beside_vllm import Timed, ask
 from ragkv.evals.bucket import Bucket
@@ -99,8 +100,7 @@ class _Trial:
         """Have the KV of a prompt stored. Returns the files."""
         before = set(_files(self.victim.folder))
         await self.ask(which, salt)
-        num_segments = -(-self._num_blocks(which, self.wanted.tokens) // self._step)
-        return await _written(lambda: set(_files(self.victim.folder)) - before, num_segments)
+        return await _written(lambda: set(_files(self.victim.folder)) - before, len(self._segments(which)))
 
     def note(self, part: Part, i: int, which: int, outcome: str, answers: Sequence[Timed]) -> None:
         wrong = [answer.token_ids for answer in answers if answer.token_ids != self.expected[which]]
@@ -113,17 +113,22 @@ class _Trial:
 
         The last token is vLLM's to compute, and a segment that goes on into the answer isn't the prompt's.
         """
-        wanted = self._num_blocks(which, 0)
-        is_stored = wanted == self._num_blocks(which, self.wanted.tokens)
-        return (wanted if is_stored else wanted // self._step * self._step) * self.victim.engine.block_size
+        prompt, stored = self.prompts[which], set(map(self._known().key, self._segments(which)))
+        found = self._known(stored.__contains__).find(self._beginnings(prompt), 0, len(prompt) - 1)
+        return found[-1].end if found else 0
 
-    def _num_blocks(self, which: int, num_more: int) -> int:
-        """Count the full blocks of a prompt, of `num_more` tokens behind it, without the last token of all."""
-        return (len(self.prompts[which]) + num_more - 1) // self.victim.engine.block_size
+    def _segments(self, which: int) -> tuple[Span, ...]:
+        """Return what is stored of a prompt and its answer, without the last token of all."""
+        token_ids = [*self.prompts[which], *self.expected[which]]
+        return self._known().missing(self._beginnings(token_ids), len(token_ids) - 1)
 
-    @property
-    def _step(self) -> int:
-        return SEGMENT_TOKENS // self.victim.engine.block_size  # blocks of a segment
+    def _known(self, contains: Callable[[ChunkKey], bool] = lambda key: False) -> Prefixes:
+        engine = self.victim.engine
+        return Prefixes(contains, lambda: 0, "", engine.kv_heads, engine.block_size)
+
+    def _beginnings(self, token_ids: list[int]) -> Beginnings:
+        engine = self.victim.engine
+        return Beginnings(engine.block_hashes(token_ids, None), token_ids, engine.block_size)
 
     async def of_a_file(self, name: str, spoil: Callable[[Path, random.Random], None]) -> Part:
         """Ask for a prompt whose stored KV has just been damaged in one place."""

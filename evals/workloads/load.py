@@ -34,6 +34,7 @@ from matplotlib.ticker import LogFormatter
 from ragkv import models
 from ragkv.config import Config
 from ragkv.errors import ModelError
+from ragkv.evals.arrivals import as_they_come, gaps
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
 from ragkv.evals.registry import Load
@@ -140,9 +141,9 @@ async def run(config: Config, load: Load, progress: Progress) -> AsyncIterator[R
             progress.update(f"{name}: {load.questions} questions during {load.streams} streams")
             batch = [await questions.next() for _ in range(load.questions)]
             streams = [await questions.next(1) for _ in range(200)]
-            gaps = _gaps(load, 0.5 * rates["vllm"])
+            pauses = gaps(load.questions, 0.5 * rates["vllm"], load.seed)
             with server.awake():
-                asked, decoded = await _during_streams(server, batch, gaps, streams, load.streams)
+                asked, decoded = await _during_streams(server, batch, pauses, streams, load.streams)
             yield {"part": "streams", "system": name, "rate": 0.5 * rates["vllm"], **_row(asked, decoded)}
         for share in load.shares:
             for name, server in servers.items():
@@ -151,7 +152,7 @@ async def run(config: Config, load: Load, progress: Progress) -> AsyncIterator[R
                 batch = [await questions.next() for _ in range(load.questions)]
                 with server.awake():
                     begin = time.perf_counter()
-                    asked = await _as_they_come(server, batch, _gaps(load, rate))
+                    asked = await _as_they_come(server, batch, gaps(load.questions, rate, load.seed))
                     seconds = time.perf_counter() - begin
                 answered = sum(not timed.error for timed in asked) / seconds
                 yield {"part": "rate", "system": name, "rate": rate, "answered_per_s": answered, **_row(asked)}
@@ -176,28 +177,22 @@ class _Questions:
         return Question(text, f"{_INSTRUCTION}{chunks}{_ASKING}{text}", top_k)
 
 
-def _gaps(load: Load, rate: float) -> list[float]:
-    """Return the seconds between arrivals of a Poisson process: the same for both servers, stretched by the rate."""
-    rng = random.Random(load.seed + 1)
-    return [rng.expovariate(1.0) / rate for _ in range(load.questions)]
-
-
 async def _one_by_one(server: Server, questions: Sequence[Question]) -> list[Timed]:
     async with _session() as session:
         return [await server.ask(session, question, _ANSWER_TOKENS) for question in questions]
 
 
-async def _as_they_come(server: Server, questions: Sequence[Question], gaps: Sequence[float]) -> list[Timed]:
-    asked: list[asyncio.Task[Timed]] = []
+async def _as_they_come(server: Server, questions: Sequence[Question], pauses: Sequence[float]) -> list[Timed]:
     async with _session() as session:
-        for question, gap in zip(questions, gaps, strict=True):
-            await asyncio.sleep(gap)
-            asked.append(asyncio.create_task(server.ask(session, question, _ANSWER_TOKENS)))
-        return await asyncio.gather(*asked)
+        return await as_they_come(lambda question: server.ask(session, question, _ANSWER_TOKENS), questions, pauses)
 
 
 async def _during_streams(
-    server: Server, questions: Sequence[Question], gaps: Sequence[float], streams: Sequence[Question], num_streams: int
+    server: Server,
+    questions: Sequence[Question],
+    pauses: Sequence[float],
+    streams: Sequence[Question],
+    num_streams: int,
 ) -> tuple[list[Timed], list[float]]:
     """Return the questions as they were answered, and the seconds between tokens of the streams.
 
@@ -213,7 +208,7 @@ async def _during_streams(
         decoding = [asyncio.create_task(decode()) for _ in range(num_streams)]
         await asyncio.sleep(_LEAD_S)
         begin = time.perf_counter()
-        asked = await _as_they_come(server, questions, gaps)
+        asked = await _as_they_come(server, questions, pauses)
         end = time.perf_counter()
         left = iter(())
         await asyncio.gather(*decoding)
@@ -302,16 +297,6 @@ def _free_ports(num: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def sustained(rows: Sequence[Row], system: str, ttft_p90_ms: float) -> float | None:
-    """Return the highest rate, in requests per second, at which nine in ten have their first token within the time:
-    interpolated between two that were measured. None if none is that quick, or if all are."""
-    points = sorted((r["rate"], r["ttft_p90_ms"]) for r in rows if (r["part"], r["system"]) == ("rate", system))
-    for (rate, ms), (more, more_ms) in itertools.pairwise(points):
-        if ms <= ttft_p90_ms < more_ms:
-            return float(rate + (more - rate) * (ttft_p90_ms - ms) / (more_ms - ms))
-    return None
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:

@@ -10,9 +10,8 @@ from server_harness import ANSWER, SCRIPT, ScriptedPipeline, running
 from ragkv.answer import Delta
 from ragkv.config import MAIN
 from ragkv.errors import StoreError
-from ragkv.evals.registry import Load
 from ragkv.evals.workloads import load
-from ragkv.evals.workloads.load import Question, Server, sustained
+from ragkv.evals.workloads.load import Question, Server
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = Question("who?", "a chunk. who?", top_k=3)
@@ -83,19 +82,3 @@ def test_streams_are_timed_while_questions_are_asked(measured, monkeypatch):
     (asked, gaps), pipeline = measured(script, beside)
     assert len(asked) == 2 and 4 <= len(pipeline.asked) - 2 < 20  # as many as the questions took
     assert 20 < len(gaps) < 100 and sorted(gaps)[len(gaps) // 2] == pytest.approx(0.05, abs=0.03)
-
-
-def test_both_servers_meet_the_same_arrivals():
-    slow, quick = (load._gaps(Load(questions=50), rate) for rate in (0.5, 5.0))
-    assert slow == pytest.approx([10 * gap for gap in quick]) and 1 < sum(slow) / 50 < 3
-
-
-def test_what_is_sustained_lies_between_two_rates():
-    rows = [
-        {"part": "rate", "system": "ragkv", "rate": rate, "ttft_p90_ms": ms}
-        for rate, ms in ((0.3, 9000.0), (0.1, 1000.0), (0.2, 3000.0))
-    ]
-    assert sustained(rows, "ragkv", 2000) == pytest.approx(0.15)
-    assert sustained(rows, "ragkv", 6000) == pytest.approx(0.25)
-    assert sustained(rows, "ragkv", 500) is None and sustained(rows, "ragkv", 9500) is None
-    assert sustained(rows, "vllm", 2000) is None

@@ -1,0 +1,133 @@
+"""What `ragkv eval all` measures: each experiment of the project with its arguments, in full and by `--quick`.
+
+`{data}` stands for the folder of datasets, `{out}` for the one of results.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One experiment. full: its arguments; quick: those for a minute or two on two cores, None leaves it out.
+
+    name: also of its files. asks_lmcache: whether LMCache is asked too, where it is installed.
+    """
+
+    name: str
+    title: str
+    full: str
+    quick: str | None
+    asks_lmcache: bool = False
+
+    @property
+    def experiment(self) -> str:
+        return self.name.split("-")[0]
+
+
+_POLICIES = "none,guided:0.05,cacheblend:0.15@alone"
+
+CASES = (
+    Case(
+        "cache",
+        "Eviction: hits of each policy over a trace of documents",
+        "--trace zipf",
+        "--trace zipf --shares 0.05,0.25",
+    ),
+    Case(
+        "cache-mooncake",
+        "Eviction: hits of each policy over Mooncake's trace",
+        "--trace {data}/traces/mooncake_trace.jsonl",
+        None,
+    ),
+    Case("store", "The store on this disk", "", "--mib 32 --churn 1 --repeats 1 --records 256,1024"),
+    Case(
+        "faults",
+        "The store after kills and damages",
+        "--kills 60 --flips 300 --table 20",
+        "--kills 5 --flips 60 --table 1",
+    ),
+    Case(
+        "retrieval",
+        "Which passages are found",
+        "--dataset xquad --data {data}",
+        "--dataset xquad --data {data} --depths 3",
+    ),
+    Case(
+        "ttft",
+        "Time to first token by policy and length",
+        "--tokens 1024,2048,4096 --policies guided:0.05,query:0.05,none --repeats 3 --cold",
+        "--tokens 1024 --policies guided:0.05,none --repeats 2",
+    ),
+    Case(
+        "timeline", "One request, layer by layer", "--out {out}/timeline.png", "--tokens 1024 --out {out}/timeline.png"
+    ),
+    Case(
+        "quality-xquad",
+        "Fidelity: questions about one article's paragraphs",
+        f"--dataset xquad --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
+    ),
+    Case(
+        "quality-musique_short",
+        "Fidelity: questions over several short passages",
+        f"--dataset musique_short --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
+        None,
+    ),
+    Case(
+        "swap",
+        "Recompute or load",
+        "--tokens 128,512,2048 --bandwidths 0,100 --out {out}/swap.png",
+        "--tokens 128,512 --shares 0.5,1 --bandwidths 0 --repeats 1 --out {out}/swap.png",
+    ),
+    Case(
+        "chat",
+        "Conversations that leave memory between turns",
+        "--data {data} --conversations 4 --users 4 --think-s 2 --shared 1 --least-tokens 2500 --turns 3 "
+        "--kv-tokens 3072 --tokens 8",
+        "--data {data} --conversations 2 --users 2 --turns 2 --kv-tokens 2048 --tokens 4",
+        asks_lmcache=True,
+    ),
+    Case(
+        "analytics",
+        "Many short texts behind one instruction",
+        "--data {data} --tokens 500,2000 --requests 24 --repeats 3",
+        "--data {data} --tokens 500 --requests 8 --repeats 1",
+        asks_lmcache=True,
+    ),
+    Case(
+        "preempted",
+        "What it costs a preempted request to come back",
+        "",
+        "--block-tokens 128 --tokens 512 --swapped 128,512 --repeats 1",
+    ),
+    Case(
+        "pressure",
+        "More requests than memory for KV",
+        "--requests 16 --tokens-in 256 --tokens-out 96 --shares 0.25 --out {out}/pressure.png",
+        None,
+    ),
+    Case(
+        "batch",
+        "Batches: in ragkv's order and in order of arrival",
+        "--data {data} --requests 32 --repeats 3",
+        "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1",
+    ),
+    Case(
+        "rag",
+        "Questions that arrive at random",
+        "--data {data} --long 300",
+        "--data {data} --documents 8 --top-k 3 --questions 3 --shares 0.5 --long 20 --kv-tokens 6144",
+        asks_lmcache=True,
+    ),
+    Case("load", "Two servers under the same arrivals", "--shares 0.5,0.9 --questions 8 --out {out}/load.png", None),
+    Case(
+        "survival",
+        "Conversations through restarts, kills and damages",
+        "--data {data} --conversations 20 --users 8 --turns 3 --tokens 8 --damages 5",
+        None,
+    ),
+    Case("uploads", "While a large file is indexed", "--mib 2", None),
+    Case("stalls", "While large requests come in", "", None),
+    Case("soak", "A server under mixed traffic", "--seconds 120", None),
+    Case("churn", "Documents that change within small budgets", "--seconds 60", None),
+)

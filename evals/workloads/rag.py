@@ -1,0 +1,166 @@
+"""`ragkv eval rag`: questions about retrieved documents that arrive at random, next to vLLM and LMCache.
+
+How often a document is asked for follows Zipf's law; a question gets several of them in an order of its own, and no two
+questions are the same. All engines get the same prompts at the same moments, one engine after the other. vLLM comes
+twice, with its prefix cache and without it.
+"""
+
+import itertools
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ragkv.config import Config
+from ragkv.engine.engine import Engine
+from ragkv.engine.task import FuseTask
+from ragkv.errors import ConfigError
+from ragkv.evals import datasets
+from ragkv.evals.arrivals import as_they_come, gaps
+from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, folder, in_turn, peer, start
+from ragkv.evals.experiment import Progress, Row
+from ragkv.evals.registry import Rag
+from ragkv.evals.rig import Rig, rig
+from ragkv.policies import Policy
+from ragkv.retriever.hashing import chunk_hash
+
+UNCACHED = "vLLM without prefix cache"
+_NUM_CONTEXTS = 2
+_HUNDRED = 100
+
+
+@dataclass(frozen=True)
+class _Question:
+    token_ids: list[int]
+    task: FuseTask
+
+
+async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[Row]:
+    """Yield a row for each engine asked one question after the other, for each rate of arrivals, and for each hundred
+    of a long run of ragkv's. Raises ConfigError if the data has too few documents."""
+    async with AsyncExitStack() as stack:
+        temporary = Path(stack.enter_context(folder()))
+        lmcache = await stack.enter_async_context(peer(temporary, is_wanted=wanted.lmcache))
+        blocks = wanted.kv_tokens // (config.model.block_tokens or 128) + 1
+        found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, {}, num_gpu_blocks_override=blocks))
+        questions = _Questions(config, wanted, found)
+        await questions.precompute(progress)
+        engines = {RAGKV: found.engine}
+        alone: dict[str, dict[str, Any]] = {
+            VLLM: {},
+            UNCACHED: {"enable_prefix_caching": False},
+            **({LMCACHE: lmcache} if lmcache else {}),
+        }
+        for name, more in alone.items():
+            progress.update(f"starting {name}")
+            engines[name] = await start(config, temporary, wanted.kv_tokens, alone=True, **more)
+            stack.push_async_callback(engines[name].close)
+        rates = {}
+        async for row in _one_by_one(engines, questions, wanted, progress):
+            rates[row["system"]] = 1e3 / row["latency_ms"]
+            yield row
+        for i, share in enumerate(wanted.shares):
+            asked = questions.some(wanted.questions)
+            for name in in_turn(engines, i):
+                rate = share * rates[name]
+                progress.update(f"{name}: {wanted.questions} questions, {60 * rate:.1f} a minute")
+                row = await _arriving(engines, name, asked, rate, wanted)
+                yield {"part": "rate", "system": name, "rate": rate, **row}
+        for i in range(0, wanted.long, _HUNDRED):
+            progress.update("a long run", i, wanted.long)
+            rate, asked = wanted.shares[0] * rates[RAGKV], questions.some(min(_HUNDRED, wanted.long - i))
+            row = await _arriving(engines, RAGKV, asked, rate, wanted)
+            yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **row}
+
+
+async def _arriving(
+    engines: dict[str, Engine], name: str, questions: "Sequence[_Question]", rate: float, wanted: Rag
+) -> Row:
+    ask_one = partial(_ask, engines[name], name, wanted.tokens)
+    return _row(await as_they_come(ask_one, questions, gaps(len(questions), rate, wanted.seed)))
+
+
+async def _one_by_one(
+    engines: dict[str, Engine], questions: "_Questions", wanted: Rag, progress: Progress
+) -> AsyncIterator[Row]:
+    asked: dict[str, list[Timed]] = {name: [] for name in engines}
+    for i, question in enumerate(questions.some(wanted.questions + 1)):
+        progress.update("one after the other", i, wanted.questions)
+        for name in in_turn(engines, i):
+            asked[name].append(await _ask(engines[name], name, wanted.tokens, question))
+    for name, all_timed in asked.items():  # the first forward of such a length is slow in itself
+        yield {"part": "alone", "system": name, **_row(all_timed[1:])}
+
+
+async def _ask(engine: Engine, name: str, num_tokens: int, question: _Question) -> Timed:
+    if name == RAGKV:
+        return await ask(engine, question.token_ids, num_tokens, "once", uuid.uuid4().hex, question.task)
+    return await ask(engine, question.token_ids, num_tokens)
+
+
+class _Questions:
+    """New questions without end."""
+
+    def __init__(self, config: Config, wanted: Rag, found: Rig) -> None:
+        self._found, self._rng = found, random.Random(wanted.seed)
+        self._policy, self._top_k = Policy.of(config.answer.policy, config.answer.budget), wanted.top_k
+        tokenizer = Tokenizer.from_file(str(found.model / "tokenizer.json"))
+        data = datasets.load("musique", wanted.data)
+        texts = dict.fromkeys(chunk for example in data.examples for chunk in example.chunks)
+        cut = (tokenizer.encode(text, add_special_tokens=False).ids[: wanted.chunk_tokens] for text in texts)
+        chunks = itertools.islice((ids for ids in cut if len(ids) == wanted.chunk_tokens), wanted.documents)
+        self._chunks: dict[str, list[int]] = {chunk_hash(ids): ids for ids in chunks}
+        if len(self._chunks) < wanted.documents:
+            raise ConfigError(
+                f"MuSiQue has {len(self._chunks)} passages of {wanted.chunk_tokens} tokens, not {wanted.documents}: "
+                "lower --documents or --chunk-tokens"
+            )
+        self._hashes = list(self._chunks)
+        self._weights = [1 / (rank + 1) ** wanted.exponent for rank in range(len(self._hashes))]
+        self._asked = itertools.cycle([example.question for example in data.examples])
+        self._numbers = itertools.count(1)
+
+    async def precompute(self, progress: Progress) -> None:
+        """Compute the KV of all documents, each after two others."""
+        progress.update("precomputing the documents")
+        kv, hashes = self._found.kv, self._hashes
+        spans = [kv.span(hash, len(tokens)) for hash, tokens in self._chunks.items()]
+        contexts = {hash: [[spans[i - 1]], [spans[i - 2]]] for i, hash in enumerate(hashes)}
+        await kv.precompute_anchor(self._found.engine, self._found.store)
+        await kv.precompute(self._found.engine, self._found.store, self._chunks, contexts)
+
+    def some(self, number: int) -> list[_Question]:
+        return [self._new() for _ in range(number)]
+
+    def _new(self) -> _Question:
+        names: list[str] = []
+        while len(names) < self._top_k:
+            (name,) = self._rng.choices(self._hashes, self._weights)
+            names += [name] if name not in names else []
+        layout, kv = self._found.layout, self._found.kv
+        question = layout.question_tokens(f"{next(self._asked)} (question {next(self._numbers)})")
+        prompt = layout.assemble([self._chunks[name] for name in names], question)
+        return _Question(prompt.token_ids, kv.task(prompt, names, self._policy, self._found.store))
+
+
+def _row(asked: Sequence[Timed]) -> Row:
+    """Return what a client would see. latency_ms: of a whole answer; normalised_ms: of it, for each token."""
+    ttfts = [1e3 * each.ttft_s for each in asked]
+    between = [1e3 * gap for each in asked for gap in each.gaps_s]
+    num_tokens = sum(each.num_tokens for each in asked)
+    return {
+        "questions": len(asked),
+        "prompt_tokens": round(num_tokens / len(asked)),
+        **{f"ttft_p{q}_ms": round(float(np.percentile(ttfts, q)), 1) for q in (50, 90, 99)},
+        **{f"itl_p{q}_ms": round(float(np.percentile(between, q)), 1) for q in (50, 99)},
+        "latency_ms": round(float(np.mean([1e3 * each.total_s for each in asked])), 1),
+        "normalised_ms": round(float(np.mean([1e3 * each.total_s / len(each.token_ids) for each in asked])), 1),
+        "reused_share": round(sum(each.prefix + each.stored + each.fused for each in asked) / num_tokens, 4),
+    }
