@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Case:
     """One experiment. full: its arguments; quick: those for a minute or two on two cores, None leaves it out.
 
-    name: also of its files. asks_lmcache: whether LMCache is asked too, where it is installed.
+    name: of its files; before an @ that of the experiment. asks_lmcache: whether LMCache is asked too, if installed.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Case:
 
     @property
     def experiment(self) -> str:
-        return self.name.split("-")[0]
+        return self.name.partition("@")[0]
 
 
 _POLICIES = "none,guided:0.05,cacheblend:0.15@alone"
@@ -34,7 +34,7 @@ CASES = (
         "--trace zipf --shares 0.05,0.25",
     ),
     Case(
-        "cache-mooncake",
+        "cache@mooncake",
         "Eviction: hits of each policy over Mooncake's trace",
         "--trace {data}/traces/mooncake_trace.jsonl",
         None,
@@ -62,13 +62,13 @@ CASES = (
         "timeline", "One request, layer by layer", "--out {out}/timeline.png", "--tokens 1024 --out {out}/timeline.png"
     ),
     Case(
-        "quality-xquad",
+        "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
         f"--dataset xquad --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
-        "quality-musique_short",
+        "quality@musique_short",
         "Fidelity: questions over several short passages",
         f"--dataset musique_short --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
         None,
@@ -111,6 +111,12 @@ CASES = (
         "Batches: in ragkv's order and in order of arrival",
         "--data {data} --requests 32 --repeats 3",
         "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1",
+    ),
+    Case(
+        "broken-batch",
+        "A batch that is killed again and again",
+        "--data {data} --requests 600 --kills 4",
+        None,
     ),
     Case(
         "rag",

@@ -307,6 +307,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class BrokenBatch:
+    """A batch that is killed again and again, next to the same one left alone: each answer once, and the same."""
+
+    data: Path = option("Folder that holds tweeteval/.")
+    requests: int = option("How many.", 10_000, least=2)
+    kills: int = option("How often its processes are killed, each time at a random number of answers.", 10, least=0)
+    tokens: int = option("Of an answer, at most.", 2, least=1)
+    seed: int = option("Of the moments.", 0, least=0)
+
+
+@dataclass(frozen=True)
 class Rag:
     """Questions about documents of unlike popularity that arrive at random, next to vLLM alone and LMCache."""
 
@@ -347,6 +358,10 @@ EXPERIMENTS = (
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("preempted", Preempted, f"{_WORKLOADS}.preempted", tables.preempted, VLLM),
     Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),
+    Experiment(
+        *("broken-batch", BrokenBatch, f"{_ROBUSTNESS}.broken_batch", tables.broken_batch, VLLM[:-1]),
+        fails=lambda row: row["twice"] or row["missing"] or row["differing"],
+    ),
     Experiment("rag", Rag, f"{_WORKLOADS}.rag", tables.rag, VLLM),
     Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),
     Experiment("load", Load, f"{_WORKLOADS}.load", tables.load, VLLM[:-1], draws=True),

@@ -157,6 +157,17 @@ def load(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def broken_batch(rows: Sequence[Row]) -> None:
+    for row in rows:
+        out.print(
+            f"{row['requests']:,} requests, killed {row['kills']} times: {row['answers']:,} have an answer, "
+            f"{row['twice']} more than one, {row['missing']} none; {row['differing']} differ from those of the batch "
+            f"that was left alone, which took {row['alone_s']:,.0f} s of {row['seconds']:,.0f}"
+        )
+        for custom_id, expected, found in row["examples"]:
+            out.print(f"{custom_id}: {found} and not {expected}", markup=False)
+
+
 def rag(rows: Sequence[Row]) -> None:
     table = Table("", "engine", box=None, padding=(0, 1))
     columns = ("a minute", "questions", "TTFT 50%", "90%", "99%", "tokens 50%", "99%", "a token of all", "reused")

@@ -78,13 +78,18 @@ def test_damage_costs_a_prefix_and_no_token(harness, text):
 def test_what_comes_back_is_kept(harness, text):
     """Without being told: an instruction that others begin with too, and a conversation that goes on."""
     forget_all(harness)
-    instruction = text[3000:3400]
+    instruction = text[3000:3430]
     for i in range(3):
         harness.ask_now([*instruction, *text[100 * i : 100 * i + 60]], salt="b", keep=None)
-    wait_for_files(harness.prefixes, 2)  # 256 tokens, and 128 of the next 144
+    wait_for_files(harness.prefixes, 3)  # 256 tokens, 128 of the next 174, and 32 of the 46 behind them
+    asked = [*instruction, *text[700:790]]
+    harness.run(harness.engine.forget_prefixes())
+    found = harness.ask_now(asked, salt="b", keep="once")
+    assert found.report.tokens.exact == 416 and found.report.tokens.prefix == 0
+    assert_same(found, harness.ask_now(asked, salt="alone", keep="once"))
     told = harness.ask_now(text[:600], salt="c", max_tokens=60, keep=None)
     harness.ask_now([*text[:600], *told.token_ids, *text[700:800]], salt="c", keep=None)
-    wait_for_files(harness.prefixes, 5)  # 256, 512 and 640 of 766 tokens
+    wait_for_files(harness.prefixes, 7)  # 256, 512, 640 and 736 of 766 tokens
 
 
 def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text):
@@ -97,10 +102,10 @@ def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text
 
     harness.run(ask_and_clear())
     harness.ask_now(text[1000:1600], salt="d", keep="session")  # written after it
-    wait_for_files(harness.prefixes, 2)
+    wait_for_files(harness.prefixes, 3)
     harness.run(harness.engine.forget_prefixes())
     assert harness.ask_now(text[:600], salt="d").report is None
-    assert harness.ask_now(text[1000:1600], salt="d").report.tokens.exact == 512
+    assert harness.ask_now(text[1000:1600], salt="d").report.tokens.exact == 576
 
 
 def test_a_slow_disk_isnt_waited_for(harness, text):
