@@ -24,7 +24,8 @@ RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
 @dataclass(frozen=True)
 class Timed:
     """A request. prefix: tokens from vLLM's prefix cache, or from LMCache; stored: from the disk; fused: of chunks, not
-    computed. gaps_s: between two pieces of the answer. Times in seconds."""
+    computed; chunks, in_memory: tokens of the chunks that were loaded, and how many of these the store had in memory.
+    gaps_s: between two pieces of the answer. Times in seconds."""
 
     ttft_s: float
     total_s: float
@@ -33,6 +34,8 @@ class Timed:
     stored: int
     token_ids: tuple[int, ...]
     fused: int = 0
+    chunks: int = 0
+    in_memory: int = 0
     gaps_s: tuple[float, ...] = ()
 
 
@@ -115,9 +118,19 @@ async def ask(
     stored = report.tokens.exact if report else 0
     fused = report.tokens.reused if report else 0
     prefix = report.tokens.prefix if task and report else cached - stored
-    between = tuple(after - before for before, after in pairwise(times))
-    total_s = time.perf_counter() - begin
-    return Timed(times[0] - begin, total_s, len(token_ids), prefix, stored, tuple(tokens), fused, between)
+    loaded = [(end - start, warm) for start, end, warm in report.tokens.loaded if start] if report else []
+    return Timed(
+        times[0] - begin,
+        time.perf_counter() - begin,
+        len(token_ids),
+        prefix,
+        stored,
+        tuple(tokens),
+        fused,
+        sum(size for size, _ in loaded),
+        sum(size for size, warm in loaded if warm),
+        tuple(after - before for before, after in pairwise(times)),
+    )
 
 
 def folder() -> "tempfile.TemporaryDirectory[str]":

@@ -21,6 +21,7 @@ class Case:
 
     @property
     def experiment(self) -> str:
+        """The experiment's name; that of a command of ragkv's own is no experiment's."""
         return self.name.partition("@")[0]
 
 
@@ -37,6 +38,19 @@ CASES = (
         "cache@mooncake",
         "Eviction: hits of each policy over Mooncake's trace",
         "--trace {data}/traces/mooncake_trace.jsonl",
+        None,
+    ),
+    Case("profile", "What requests take on this machine, for the controller", "", ""),
+    Case(
+        "simulate",
+        "Simulated: many engines, questions about documents",
+        "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 500",
+        "--profile {out}/profile.jsonl --engines 1,4 --chunks 1000,100000 --requests 200",
+    ),
+    Case(
+        "simulate@mooncake",
+        "Simulated: many engines, Mooncake's trace",
+        "--profile {out}/profile.jsonl --trace {data}/traces/mooncake_trace.jsonl --load 0 --engines 1,4,16",
         None,
     ),
     Case("store", "The store on this disk", "", "--mib 32 --churn 1 --repeats 1 --records 256,1024"),

@@ -18,7 +18,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from ragkv.cli import options
 from ragkv.cli.output import Bar, err
 from ragkv.cli.session import log_file, log_in_errors, prepare
-from ragkv.evals import experiment, registry
+from ragkv.evals import experiment, parameters, registry
 from ragkv.evals.experiment import Experiment, Row, Rows, option_of
 
 app = typer.Typer(add_completion=False)
@@ -30,7 +30,7 @@ def command_of(found: Experiment) -> Callable[..., None]:
     def command(**values: Any) -> None:
         _run(found, values)
 
-    hints = get_type_hints(found.parameters, vars(registry) | {"Policy": str, "Arm": str})
+    hints = get_type_hints(found.parameters, vars(parameters) | {"Policy": str, "Arm": str})
     taken = [_keyword(parameter, hints[parameter.name]) for parameter in fields(found.parameters)]
     taken.append(_optional("as_json", options.AsJson, False))
     taken += [options.parameter(name) for name in (*options.MODEL, "config_file") if name in found.settings]
@@ -71,7 +71,7 @@ def _run(found: Experiment, values: dict[str, Any]) -> None:
     overrides = {option_of(parameter).setting: values[parameter.name] for parameter in fields(found.parameters)}
     chosen |= {setting: value for setting, value in overrides.items() if setting}
     config = options.load(settings.get("config_file"), chosen)
-    parameters = found.parameters(**{p.name: _parsed(p, values[p.name]) for p in fields(found.parameters)})
+    wanted = found.parameters(**{p.name: _parsed(p, values[p.name]) for p in fields(found.parameters)})
     explained: AbstractContextManager[None] = nullcontext()
     if "verbose" in found.settings:
         prepare(log_file(config), settings["verbose"])
@@ -85,9 +85,9 @@ def _run(found: Experiment, values: dict[str, Any]) -> None:
             typer.echo(json.dumps(row))
 
     with Shown(found.forks, as_json) as progress, explained:
-        _each(module.run(config, parameters, progress), take)
-    if found.draws and parameters.out is not None:
-        module.draw(rows, parameters.out)
+        _each(module.run(config, wanted, progress), take)
+    if found.draws and wanted.out is not None:
+        module.draw(rows, wanted.out)
     if not as_json:
         found.table(rows)
     if any(map(found.fails, rows)):

@@ -88,7 +88,7 @@ def _arguments(case: Case, data: Path, out: Path, *, is_quick: bool) -> tuple[li
     """Return the command's arguments, and LMCache's message if it should take part and can't."""
     text = (case.quick or "") if is_quick else case.full
     given = [part.format(data=data.resolve(), out=out.resolve()) for part in text.split()]
-    arguments, note = ["eval", case.experiment, *given], ""
+    arguments, note = [*(["eval"] if case.experiment in _BY_NAME else []), case.experiment, *given], ""
     if case.asks_lmcache:
         try:
             lmcache.require()
@@ -158,7 +158,7 @@ def page(cases: Sequence[Case], results: dict[str, Result], out: Path) -> str:
         lines += [
             f"{result.date}, {result.seconds:,.0f} s, on {result.machine}; {versions}. Rows: `{case.name}.jsonl`."
         ]
-        lines += ["", *_table(_BY_NAME[case.experiment], out / f"{case.name}.jsonl")]
+        lines += ["", *_shown(case, (out / f"{case.name}.jsonl").read_text())]
         if result.status:
             lines += [f"The command ended with status {result.status}: {result.error}", ""]
         if result.note:
@@ -169,15 +169,20 @@ def page(cases: Sequence[Case], results: dict[str, Result], out: Path) -> str:
     return "\n".join(lines)
 
 
-def _table(found: Experiment, file: Path) -> list[str]:
-    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()]
-    if not rows:
-        return []
+def _shown(case: Case, text: str) -> list[str]:
+    """Return the table of an experiment's rows, or what another command has printed, as a block of code."""
+    if (found := _BY_NAME.get(case.experiment)) is not None:
+        text = _table(found, [json.loads(line) for line in text.splitlines()])
+    return ["```", *(line.rstrip() for line in text.strip("\n").splitlines()), "```", ""] if text else []
+
+
+def _table(found: Experiment, rows: list[Row]) -> str:
     width = console.width
     try:
         console.width = _WIDTH
         with console.capture() as captured:
-            found.table(rows)
+            if rows:
+                found.table(rows)
     finally:
         console.width = width
-    return ["```", *(line.rstrip() for line in captured.get().strip("\n").splitlines()), "```", ""]
+    return captured.get()

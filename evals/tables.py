@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from ragkv.cli.output import out
 from ragkv.evals.arrivals import rates_at_equal_p90
@@ -68,6 +67,29 @@ def cache(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def simulate(rows: Sequence[Row]) -> None:
+    title = "Simulated: where chunks' tokens are found, %; TTFT in ms; GiB read meanwhile, and held by all in the end"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    names = ("chunks", "engines", "store", "routing", "memory", "disk", "bucket", "none")
+    more = ("p50", "p90", "p99", "per s", "disk read", "bucket read", "memory held", "disk held", "bucket held")
+    for name in (*names, *more):
+        table.add_column(name, justify="left" if name in ("store", "routing") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row['chunks']:,}",
+            f"{row['engines']:,}",
+            row["store"],
+            row["routing"],
+            *(f"{100 * row[f'{tier}_share']:.1f}" for tier in names[4:]),
+            *(f"{row[f'ttft_{name}_ms']:,.0f}" for name in more[:3]),
+            f"{row['answered_per_s']:,.2f}",
+            *(f"{row[f'{tier}_read_bytes'] / (1 << 30):,.1f}" for tier in ("disk", "bucket")),
+            *(f"{row[f'{tier}_bytes'] / (1 << 30):,.1f}" for tier in ("memory", "disk", "bucket")),
+        )
+    out.width = max(out.width, _WIDTH + 35)
+    out.print(table)
+
+
 def store(rows: Sequence[Row]) -> None:
     title = "MB/s; disk: itself, by 1 and 4 threads; memory: from store.memory_gib"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -117,33 +139,6 @@ def timeline(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
-def churn(rows: Sequence[Row]) -> None:
-    (row,) = rows
-    table = Table("", "start", "peak", "end", "allowed", box=None, padding=(0, 1))
-    memory, disk = row["memory_mib"], row["disk_mib"]
-    allowed = "" if disk["allowed"] is None else f"{disk['allowed']:,} MiB"
-    table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("start", "peak", "end", "allowed")))
-    table.add_row("disk", "", f"{disk['peak']:,} MiB", "", allowed)
-    table.add_row("descriptors and threads", f"{row['handles'][0]}", "", f"{row['handles'][-1]}", "")
-    out.print(table)
-    out.print(f"{row['kills']} kills, {row['compared']} answers compared with full prefill's, {row['steps']}")
-    for problem in row["problems"]:
-        out.print(problem, style="red", markup=False, soft_wrap=True)
-
-
-def soak(rows: Sequence[Row]) -> None:
-    (row,) = rows
-    if "memory_mib" in row:
-        memory, handles = row["memory_mib"], row["handles"]
-        table = Table("", "warm", "end", "allowed", box=None, padding=(0, 1))
-        table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("warm", "end", "allowed")))
-        table.add_row("descriptors and threads", f"{handles['warm']:.0f}", f"{handles['end']:.0f}", "")
-        out.print(table)
-    out.print(f"{row['compared']} answers compared with full prefill's, {row['refused']} told to wait, {row['steps']}")
-    for problem in row["problems"]:
-        out.print(problem, style="red", markup=False, soft_wrap=True)
-
-
 def load(rows: Sequence[Row]) -> None:
     table = Table("", "server", box=None, padding=(0, 1))
     columns = ("arrivals/min", "questions", "TTFT 50%", "TTFT 90%", "between tokens 50%", "99%", "failed")
@@ -157,23 +152,14 @@ def load(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
-def broken_batch(rows: Sequence[Row]) -> None:
-    for row in rows:
-        out.print(
-            f"{row['requests']:,} requests, killed {row['kills']} times: {row['answers']:,} have an answer, "
-            f"{row['twice']} more than one, {row['missing']} none; {row['differing']} differ from those of the batch "
-            f"that was left alone, which took {row['alone_s']:,.0f} s of {row['seconds']:,.0f}"
-        )
-        for custom_id, expected, found in row["examples"]:
-            out.print(f"{custom_id}: {found} and not {expected}", markup=False)
-
-
 def rag(rows: Sequence[Row]) -> None:
     table = Table("", "engine", box=None, padding=(0, 1))
     columns = ("a minute", "questions", "TTFT 50%", "90%", "99%", "tokens 50%", "99%", "a token of all", "reused")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        if row["part"] == "simulated":
+            continue
         part = f"from {row['from']:,}" if row["part"] == "long" else row["part"]
         rate = f"{60 * row['rate']:.1f}" if "rate" in row else ""
         keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "normalised_ms")
@@ -191,48 +177,13 @@ def rag(rows: Sequence[Row]) -> None:
             f"at vLLM's {row['ttft_p90_ms']:,.0f} ms for nine in ten first tokens: "
             f"{at_least}{quickest / row['rate']:.1f}× its rate of {60 * row['rate']:.1f} a minute"
         )
-
-
-def faults(rows: Sequence[Row]) -> None:
-    table = Table("", box=None, padding=(0, 1, 0, 0))
-    for name in ("rounds", "failed", "seconds"):
-        table.add_column(name, justify="right")
-    table.add_column("of which")
     for row in rows:
-        counts = ", ".join(f"{count} {name}" for name, count in row["outcomes"].items())
-        note = f"skipped: {row['skipped']}" if row["skipped"] else counts
-        table.add_row(
-            row["part"],
-            f"{row['rounds']:,}",
-            f"{row['failed']:,}",
-            f"{row['seconds']:,.0f}",
-            Text(note, overflow="fold"),
-        )
-    out.print(table)
-    for row in rows:
-        for failure in row["failures"]:
-            problem = f"{row['part']}, seed {failure['seed']}: {failure['problem']}"
-            out.print(problem, style="red", markup=False, soft_wrap=True)
-
-
-def uploads(rows: Sequence[Row]) -> None:
-    for row in rows:
-        out.print(f"while {row['mib']:g} MiB are indexed ({row['large_done']:,} of {row['large_total']:,} done):")
-        times = ", ".join(f"{seconds:g}" for seconds in row["small_s"])
-        out.print(f"small uploads: {times} s; beside answers: {row['beside_answers_s']:g} s")
-        before, during = row["gap_p99_ms"]
-        out.print(f"p99 between tokens: {before:g} ms without, {during:g} ms with ({row['p99_ratio']:g}×)")
-        out.print(f"the server stopped within {row['stop_s']:g} s")
-
-
-def stalls(rows: Sequence[Row]) -> None:
-    table = Table("beside an answer", box=None, padding=(0, 2, 0, 0))
-    for name in ("status", "took, s", "event loop's longest pause, ms", "longest gap between tokens, ms"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        figures = (f"{row[name]:g}" for name in ("seconds", "pause_ms", "gap_ms"))
-        table.add_row(row["request"], str(row["status"] or ""), *figures)
-    out.print(table)
+        if row["part"] == "simulated":
+            out.print(
+                f"the simulation expects {_share(row['expected_memory_share'])} of the chunks in memory and "
+                f"{row['expected_ttft_p50_ms']:,.0f} ms; it is {_share(row['memory_share'])} and "
+                f"{row['ttft_p50_ms']:,.0f} ms"
+            )
 
 
 def chat(rows: Sequence[Row]) -> None:

@@ -19,7 +19,7 @@ from typing import IO
 from ragkv.config import Config
 from ragkv.errors import ConfigError, ModelError
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import BrokenBatch
+from ragkv.evals.parameters import BrokenBatch
 from ragkv.evals.watched import as_environment, watched
 
 _KINDS = ("a question", "praise", "a complaint", "news", "a joke")

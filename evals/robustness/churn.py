@@ -24,7 +24,7 @@ import psutil
 
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Churn
+from ragkv.evals.parameters import Churn
 from ragkv.evals.watched import as_environment, resources, watched
 from ragkv.home import Home
 

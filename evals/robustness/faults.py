@@ -25,7 +25,7 @@ import torch
 
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Faults
+from ragkv.evals.parameters import Faults
 from ragkv.evals.robustness import fault_work
 from ragkv.evals.robustness.fault_work import NUM_CHUNKS, State
 

@@ -18,7 +18,7 @@ from ragkv.evals import bucket as s3
 from ragkv.evals.beside_vllm import Timed, ask
 from ragkv.evals.bucket import Bucket
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import DAMAGES, Survival
+from ragkv.evals.parameters import DAMAGES, Survival
 from ragkv.evals.robustness.faults import Part, Round, small_disk
 from ragkv.evals.robustness.victim import Victim, note
 from ragkv.store.entries import EntryFolder

@@ -24,7 +24,7 @@ import psutil
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES, excerpt
-from ragkv.evals.registry import Soak
+from ragkv.evals.parameters import Soak
 from ragkv.evals.serving import FINISH_S, served, until_ready
 from ragkv.evals.watched import resources
 

@@ -16,7 +16,7 @@ from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError, EngineStoppedError
 from ragkv.evals.beside_vllm import Timed, ask, folder, start
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Chat, Survival
+from ragkv.evals.parameters import Chat, Survival
 from ragkv.evals.robustness.faults import Part, Round
 from ragkv.evals.robustness.prefix_damage import damage
 from ragkv.evals.robustness.victim import Victim, note

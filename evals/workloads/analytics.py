@@ -19,7 +19,7 @@ from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
 from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Analytics
+from ragkv.evals.parameters import Analytics
 
 _LABELS = ("negative", "neutral", "positive")
 _OUT = 2  # tokens of an answer

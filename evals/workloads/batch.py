@@ -20,7 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ragkv import models
-from ragkv.batch.run import Admission, answered
+from ragkv.batch.admission import Admission
+from ragkv.batch.run import answered
 from ragkv.batch.sharing import Item, by_popularity, in_order, shared_tokens
 from ragkv.batch.work import Outcome, Work
 from ragkv.config import Config
@@ -30,7 +31,7 @@ from ragkv.engine.task import FuseTask, PrefixUse
 from ragkv.evals import datasets
 from ragkv.evals.beside_vllm import in_turn, kv_account
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Batch
+from ragkv.evals.parameters import Batch
 from ragkv.evals.rig import Rig, rig
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash

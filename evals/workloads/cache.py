@@ -9,19 +9,24 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Cache
+from ragkv.evals.parameters import Cache
 from ragkv.store.eviction import POLICIES, Eviction
 
 BLOCK_TOKENS = 512  # of a hash id in Mooncake's trace
+LOG_TOKENS, TOKENS = (5.8, 0.6), (64, 1024)  # of a document's chunk: mean and deviation of the logarithm; least, most
+MOVED = 10  # one in so many ranks goes to another document when popularity moves
+ANCHOR_TOKENS = 64  # before a document's chunk
 OPTIMUM = "belady"
 ALL_POLICIES = (*POLICIES, OPTIMUM)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,22 @@ def mooncake(file: Path) -> list[Access]:
 
     A block's cost grows with what precedes it (attention). Raises ConfigError for a file that can't be read.
     """
-    accesses = []
+    return [
+        Access(block, BLOCK_TOKENS, _cost_ms(BLOCK_TOKENS, position * BLOCK_TOKENS))
+        for blocks in each_line(file, lambda line: list(line["hash_ids"]))
+        for position, block in enumerate(blocks)
+    ]
+
+
+def each_line(file: Path, take: Callable[[dict[str, Any]], _T]) -> list[_T]:
+    """Return what `take` makes of each request of a trace like Mooncake's.
+
+    Raises ConfigError for a file that can't be read, or lacks what it takes.
+    """
     try:
-        for line in file.read_text().splitlines():
-            for position, block in enumerate(json.loads(line)["hash_ids"]):
-                accesses.append(Access(block, BLOCK_TOKENS, _cost_ms(BLOCK_TOKENS, position * BLOCK_TOKENS)))
-    except (OSError, ValueError, KeyError) as error:
+        return [take(json.loads(line)) for line in file.read_text().splitlines()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"can't read the trace {file}: {error!r}") from error
-    return accesses
 
 
 def load(trace: str) -> list[Access]:
@@ -72,7 +85,8 @@ def zipf_documents(
     precomputed after a short anchor.
     """
     rng = random.Random(seed)
-    tokens = [min(1024, max(64, round(rng.lognormvariate(5.8, 0.6)))) for _ in range(num_documents)]
+    least, most = TOKENS
+    tokens = [min(most, max(least, round(rng.lognormvariate(*LOG_TOKENS)))) for _ in range(num_documents)]
     weights = [1 / (rank + 1) ** exponent for rank in range(num_documents)]
     cumulative = list(itertools.accumulate(weights))
     documents = list(range(num_documents))
@@ -80,12 +94,12 @@ def zipf_documents(
     accesses = []
     for request in range(num_requests):
         if request and request % drift_every == 0:
-            moved = rng.sample(range(num_documents), num_documents // 10)
+            moved = rng.sample(range(num_documents), num_documents // MOVED)
             for rank, document in zip(moved, rng.sample([documents[r] for r in moved], len(moved)), strict=True):
                 documents[rank] = document
         for rank in rng.choices(range(num_documents), cum_weights=cumulative, k=chunks_per_request):
             key = documents[rank]
-            accesses.append(Access(key, tokens[key], _cost_ms(tokens[key], 64)))
+            accesses.append(Access(key, tokens[key], _cost_ms(tokens[key], ANCHOR_TOKENS)))
     return accesses
 
 

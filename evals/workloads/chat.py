@@ -22,7 +22,7 @@ from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
 from ragkv.evals.beside_vllm import VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Chat
+from ragkv.evals.parameters import Chat
 
 _FILE = Path("sharegpt/sharegpt_multiturn_en.json")
 _BINS = ((0, 1024), (1024, 2048), (2048, 1 << 30))  # tokens of a prompt

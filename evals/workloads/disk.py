@@ -20,7 +20,7 @@ import xxhash
 
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Store
+from ragkv.evals.parameters import Store
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
 

@@ -37,7 +37,7 @@ from ragkv.errors import ModelError
 from ragkv.evals.arrivals import as_they_come, gaps
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
-from ragkv.evals.registry import Load
+from ragkv.evals.parameters import Load
 from ragkv.evals.watched import as_environment, watched
 
 SYSTEMS = ("vllm", "ragkv")

@@ -17,7 +17,7 @@ from ragkv.engine.engine import Engine
 from ragkv.engine.task import PrefixUse
 from ragkv.evals.beside_vllm import folder, start
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Preempted
+from ragkv.evals.parameters import Preempted
 
 _WORKER = "ragkv.evals.swapping_worker.SwappingWorker"
 

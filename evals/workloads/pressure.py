@@ -26,7 +26,7 @@ from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError, ModelError
 from ragkv.evals.beside_vllm import VLLM, folder, kv_account
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Pressure
+from ragkv.evals.parameters import Pressure
 
 _SAMPLED_S = 0.2
 _POINTS = 120  # of a curve in a row

@@ -16,7 +16,7 @@ from ragkv.evals import datasets, quality_rows
 from ragkv.evals.arms import Arm
 from ragkv.evals.datasets import Dataset, Example
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Quality
+from ragkv.evals.parameters import Quality
 from ragkv.evals.workloads.quality_bench import QualityBench, Settings, running
 from ragkv.policies import Selection
 from ragkv.store.codecs import RAW

@@ -10,15 +10,16 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ragkv.config import Config
+from ragkv.controller.profile import measure
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
@@ -26,14 +27,17 @@ from ragkv.evals import datasets
 from ragkv.evals.arrivals import as_they_come, gaps
 from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, folder, in_turn, peer, start
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Rag
+from ragkv.evals.parameters import Rag
 from ragkv.evals.rig import Rig, rig
+from ragkv.evals.simulation import System, expected
+from ragkv.evals.workloads.simulate import kv_bytes_of, of_tasks
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
 UNCACHED = "vLLM without prefix cache"
 _NUM_CONTEXTS = 2
 _HUNDRED = 100
+_IDLE_S = 1000.0  # since the question before, as far as the simulation knows: nothing is in work any more
 
 
 @dataclass(frozen=True)
@@ -48,61 +52,112 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         temporary = Path(stack.enter_context(folder()))
         lmcache = await stack.enter_async_context(peer(temporary, is_wanted=wanted.lmcache))
-        blocks = wanted.kv_tokens // (config.model.block_tokens or 128) + 1
-        found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, {}, num_gpu_blocks_override=blocks))
+        blocks, options = wanted.kv_tokens // (config.model.block_tokens or 128) + 1, config.store.worker_options()
+        found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, options, num_gpu_blocks_override=blocks))
         questions = _Questions(config, wanted, found)
         await questions.precompute(progress)
         engines = {RAGKV: found.engine}
-        alone: dict[str, dict[str, Any]] = {
-            VLLM: {},
-            UNCACHED: {"enable_prefix_caching": False},
-            **({LMCACHE: lmcache} if lmcache else {}),
-        }
-        for name, more in alone.items():
+        alone: dict[str, dict[str, Any]] = {VLLM: {}, UNCACHED: {"enable_prefix_caching": False}}
+        for name, more in (alone | ({LMCACHE: lmcache} if lmcache else {})).items():
             progress.update(f"starting {name}")
             engines[name] = await start(config, temporary, wanted.kv_tokens, alone=True, **more)
             stack.push_async_callback(engines[name].close)
+        asked = {name: _Asked(engine, name, wanted) for name, engine in engines.items()}
         rates = {}
-        async for row in _one_by_one(engines, questions, wanted, progress):
+        async for row in _one_by_one(asked, questions, wanted, progress):
             rates[row["system"]] = 1e3 / row["latency_ms"]
             yield row
         for i, share in enumerate(wanted.shares):
-            asked = questions.some(wanted.questions)
+            batch = questions.some(wanted.questions)
             for name in in_turn(engines, i):
                 rate = share * rates[name]
                 progress.update(f"{name}: {wanted.questions} questions, {60 * rate:.1f} a minute")
-                row = await _arriving(engines, name, asked, rate, wanted)
-                yield {"part": "rate", "system": name, "rate": rate, **row}
+                yield {"part": "rate", "system": name, "rate": rate, **_row(await asked[name].arriving(batch, rate))}
+        ours, answers = asked[RAGKV], list[Timed]()
         for i in range(0, wanted.long, _HUNDRED):
             progress.update("a long run", i, wanted.long)
-            rate, asked = wanted.shares[0] * rates[RAGKV], questions.some(min(_HUNDRED, wanted.long - i))
-            row = await _arriving(engines, RAGKV, asked, rate, wanted)
-            yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **row}
+            rate, batch = wanted.shares[0] * rates[RAGKV], questions.some(min(_HUNDRED, wanted.long - i))
+            answers += await ours.arriving(batch, rate)
+            yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **_row(answers[i:])}
+        if wanted.simulated and answers:
+            progress.update("measuring this machine for the simulation")
+            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers)}
 
 
-async def _arriving(
-    engines: dict[str, Engine], name: str, questions: "Sequence[_Question]", rate: float, wanted: Rag
-) -> Row:
-    ask_one = partial(_ask, engines[name], name, wanted.tokens)
-    return _row(await as_they_come(ask_one, questions, gaps(len(questions), rate, wanted.seed)))
+@dataclass
+class _Asked:
+    """An engine, and all questions that it has had, each with the seconds before it."""
+
+    engine: Engine
+    name: str
+    wanted: Rag
+    earlier: list[tuple[_Question, float]] = field(default_factory=list)
+
+    async def alone(self, question: _Question) -> Timed:
+        self.earlier.append((question, _IDLE_S))
+        return await self._ask(question)
+
+    async def arriving(self, questions: Sequence[_Question], rate: float) -> list[Timed]:
+        """Ask these at random moments, and wait for all."""
+        pauses = gaps(len(questions), rate, self.wanted.seed)
+        self.earlier += zip(questions, [_IDLE_S, *pauses[1:]], strict=True)
+        return await as_they_come(self._ask, questions, pauses)
+
+    async def _ask(self, question: _Question) -> Timed:
+        if self.name == RAGKV:
+            salt = uuid.uuid4().hex
+            return await ask(self.engine, question.token_ids, self.wanted.tokens, "once", salt, question.task)
+        return await ask(self.engine, question.token_ids, self.wanted.tokens)
 
 
 async def _one_by_one(
-    engines: dict[str, Engine], questions: "_Questions", wanted: Rag, progress: Progress
+    asked: dict[str, _Asked], questions: "_Questions", wanted: Rag, progress: Progress
 ) -> AsyncIterator[Row]:
-    asked: dict[str, list[Timed]] = {name: [] for name in engines}
+    answers: dict[str, list[Timed]] = {name: [] for name in asked}
     for i, question in enumerate(questions.some(wanted.questions + 1)):
         progress.update("one after the other", i, wanted.questions)
-        for name in in_turn(engines, i):
-            asked[name].append(await _ask(engines[name], name, wanted.tokens, question))
-    for name, all_timed in asked.items():  # the first forward of such a length is slow in itself
-        yield {"part": "alone", "system": name, **_row(all_timed[1:])}
+        for name in in_turn(asked, i):
+            answers[name].append(await asked[name].alone(question))
+    for name, timed in answers.items():  # the first forward of such a length is slow in itself
+        yield {"part": "alone", "system": name, **_row(timed[1:])}
 
 
-async def _ask(engine: Engine, name: str, num_tokens: int, question: _Question) -> Timed:
-    if name == RAGKV:
-        return await ask(engine, question.token_ids, num_tokens, "once", uuid.uuid4().hex, question.task)
-    return await ask(engine, question.token_ids, num_tokens)
+async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed]) -> Row:
+    """Return what the simulation expects of the last answers, beside what they were.
+
+    KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing.
+    """
+    policy, wanted = Policy.of(config.answer.policy, config.answer.budget), ours.wanted
+    bench = found.bench(wanted.chunk_tokens)
+    profile = await measure(bench, found.kv, policy, found.store, found.engine.max_model_len)
+    if profile is None:
+        raise ConfigError(f"there is nothing to simulate for the policy {policy.label}: it reuses nothing")
+    requests = of_tasks(
+        ((len(question.token_ids), question.task) for question, _ in ours.earlier),
+        (pause for _, pause in ours.earlier),
+        wanted.tokens,
+    )
+    system = System(
+        num_engines=1,
+        profile=replace(profile, cold_ms=0.0),
+        policy=policy,
+        kv_bytes=kv_bytes_of(config, config.store.codec, wanted.chunk_tokens),
+        kv_tokens=wanted.kv_tokens,
+        memory_bytes=round(config.store.memory_gib * (1 << 30)),
+        token_s=float(np.median([gap for each in answers for gap in each.gaps_s])),
+        eviction=config.store.eviction,
+        is_indexed=True,
+    )
+    simulated = expected(requests, system, skip=len(requests) - len(answers))
+    num_chunks = sum(each.chunks for each in answers)
+    return {
+        "questions": len(answers),
+        "memory_share": round(sum(each.in_memory for each in answers) / max(1, num_chunks), 4),
+        "expected_memory_share": round(simulated.memory_share, 4),
+        "ttft_p50_ms": round(1e3 * median(each.ttft_s for each in answers), 1),
+        "expected_ttft_p50_ms": round(simulated.ttft_p50_ms, 1),
+        "profile": profile.as_dict(),
+    }
 
 
 class _Questions:

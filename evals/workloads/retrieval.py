@@ -19,7 +19,7 @@ from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals import intervals
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Retrieval
+from ragkv.evals.parameters import Retrieval
 from ragkv.retriever.catalog import Catalog
 from ragkv.retriever.chunking import ChunkText
 from ragkv.retriever.encoders import Embedder, Reranker

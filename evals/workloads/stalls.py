@@ -19,7 +19,7 @@ import httpx
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
-from ragkv.evals.registry import Stalls
+from ragkv.evals.parameters import Stalls
 from ragkv.evals.serving import FINISH_S, Served, index, served, until_ready
 from ragkv.evals.watched_loop import PAUSES, longest_pause_ms
 

@@ -28,7 +28,7 @@ from ragkv.controller.profile import Bench, load_of, measure, without
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ModelError
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Swap
+from ragkv.evals.parameters import Swap
 from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt

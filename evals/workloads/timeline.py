@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ragkv.config import Config
 from ragkv.controller.profile import Timed
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Timeline as Wanted
+from ragkv.evals.parameters import Timeline as Wanted
 from ragkv.evals.rig import rig
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey

@@ -11,7 +11,7 @@ from ragkv.config import Config
 from ragkv.controller.profile import Bench, Timed
 from ragkv.engine.task import FuseTask
 from ragkv.evals.experiment import Progress, Row
-from ragkv.evals.registry import Ttft
+from ragkv.evals.parameters import Ttft
 from ragkv.evals.rig import rig
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt

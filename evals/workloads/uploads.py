@@ -22,7 +22,7 @@ from ragkv.config import Config
 from ragkv.errors import RagKVError
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
-from ragkv.evals.registry import Uploads
+from ragkv.evals.parameters import Uploads
 from ragkv.evals.watched import as_environment, watched
 
 _START_S, _FINISH_S = 600, 600  # what the server may take to begin, and to index a small upload

@@ -5,9 +5,10 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from ragkv.batch.admission import Admission
 from ragkv.batch.requests import BatchRequest
 from ragkv.batch.results import Results
 from ragkv.batch.sharing import in_order, shared_tokens
@@ -18,7 +19,6 @@ from ragkv.server.wire import STATUSES, error_of
 
 _MOST_AT_ONCE = 256
 _TRIES = 3  # of a request whose engine ended; it has been started again then
-_REMEMBERED = 64  # answers, of which the longest says how much memory the next one may need
 
 
 @dataclass
@@ -37,52 +37,6 @@ class Summary:
     num_reused: int = 0
     num_generated: int = 0
     seconds: float = 0.0
-
-
-@dataclass
-class Admission:
-    """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
-
-    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with its limit,
-    or once so many are known, with the longest of the last ones.
-    """
-
-    capacity: int
-    _num_tokens: int = 0
-    _shared: Counter[object] = field(default_factory=Counter)
-    _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    def fits(self, work: Work) -> bool:
-        """Return whether there is memory for this request as well."""
-        parts = work.item.parts if work.is_exact else ()
-        new = sum(size for name, size in parts if not self._shared[name])
-        return self._num_tokens + new + self._own(work) <= self.capacity
-
-    def _own(self, work: Work) -> int:
-        """Return how many tokens the request shares with nobody."""
-        item, shared = work.item, sum(size for _, size in work.item.parts) if work.is_exact else 0
-        is_known = len(self._lengths) == _REMEMBERED
-        return item.num_tokens - shared + min(item.max_tokens, max(self._lengths) if is_known else item.max_tokens)
-
-    def start(self, work: Work) -> int:
-        """Count the request in. Returns what `end` is to be told."""
-        own = self._own(work)
-        self._num_tokens += own
-        for name, size in work.item.parts if work.is_exact else ():
-            self._num_tokens += 0 if self._shared[name] else size
-            self._shared[name] += 1
-        return own
-
-    def end(self, work: Work, own: int, num_generated: int | None) -> None:
-        """Count the request out. num_generated: the length of its answer, None if it has none."""
-        self._num_tokens -= own
-        for name, size in work.item.parts if work.is_exact else ():
-            self._shared[name] -= 1
-            if not self._shared[name]:
-                self._num_tokens -= size
-                del self._shared[name]
-        if num_generated is not None:
-            self._lengths.append(num_generated)
 
 
 async def run(

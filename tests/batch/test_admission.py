@@ -1,6 +1,6 @@
 """How many requests of a batch are in the engine at a time."""
 
-from ragkv.batch.run import Admission
+from ragkv.batch.admission import Admission
 from ragkv.batch.sharing import Item
 from ragkv.batch.work import Work
 

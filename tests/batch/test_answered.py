@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from ragkv.batch.run import Admission, answered
+from ragkv.batch.admission import Admission
+from ragkv.batch.run import answered
 from ragkv.batch.sharing import Item
 from ragkv.batch.work import Outcome, Work
 from ragkv.errors import ConfigError, EngineStoppedError

@@ -8,7 +8,7 @@ from test_families import SIZES
 
 from ragkv.config import Config, IndexConfig, ModelConfig
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Ttft
+from ragkv.evals.parameters import Ttft
 from ragkv.evals.workloads import ttft
 from ragkv.policies import Policy
 

@@ -13,7 +13,7 @@ from ragkv.controller.profile import Timed
 from ragkv.engine.task import Report, TokenReport
 from ragkv.evals import quality_rows
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Ttft
+from ragkv.evals.parameters import Ttft
 from ragkv.evals.workloads import ttft
 from ragkv.policies import Policy
 

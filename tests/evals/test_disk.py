@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from ragkv import cli
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Store
+from ragkv.evals.parameters import Store
 from ragkv.evals.workloads import disk
 from ragkv.store.record import CorruptRecordError
 

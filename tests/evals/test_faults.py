@@ -6,7 +6,7 @@ CAMPAIGN = (
     "import json, sys\n"
     "from ragkv.config import Config\n"
     "from ragkv.evals.experiment import Progress\n"
-    "from ragkv.evals.registry import Faults\n"
+    "from ragkv.evals.parameters import Faults\n"
     "from ragkv.evals.robustness import faults\n"
     "wanted = Faults(*map(int, sys.argv[1:]))\n"
     "for row in faults.run(Config(), wanted, Progress()): print(json.dumps(row))"

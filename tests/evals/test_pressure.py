@@ -8,7 +8,7 @@ from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals import tables
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Pressure, _ways
+from ragkv.evals.parameters import Pressure, _ways
 from ragkv.evals.workloads import pressure
 
 

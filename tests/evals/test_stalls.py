@@ -11,7 +11,7 @@ from server_harness import ScriptedPipeline, running
 
 from ragkv.config import MAIN
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Stalls
+from ragkv.evals.parameters import Stalls
 from ragkv.evals.serving import Served
 from ragkv.evals.watched_loop import PAUSES, WatchedLoops, longest_pause_ms
 from ragkv.evals.workloads import stalls

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ragkv.errors import EngineStoppedError
-from ragkv.evals import registry
+from ragkv.evals import parameters
 from ragkv.evals.robustness import prefix_damage, survival
 from ragkv.evals.robustness.faults import Part, Round
 from ragkv.evals.robustness.victim import note
@@ -70,9 +70,9 @@ def test_a_wrong_answer_is_a_failure():
 
 
 def test_damages_are_chosen_by_name():
-    assert registry._damages("a full disk, a lost file") == ("a full disk", "a lost file")
+    assert parameters._damages("a full disk, a lost file") == ("a full disk", "a lost file")
     with pytest.raises(ValueError, match="'a fire' is none of: a flipped bit, "):
-        registry._damages("a lost file,a fire")
+        parameters._damages("a lost file,a fire")
 
 
 def test_damages_change_a_file(tmp_path):

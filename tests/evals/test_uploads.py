@@ -9,7 +9,7 @@ from server_harness import ScriptedPipeline, running
 from ragkv.config import MAIN
 from ragkv.errors import RagKVError
 from ragkv.evals.experiment import Progress
-from ragkv.evals.registry import Uploads
+from ragkv.evals.parameters import Uploads
 from ragkv.evals.workloads import uploads
 
 
