@@ -1,8 +1,8 @@
 """`ragkv eval rag`: questions about retrieved documents that arrive at random, next to vLLM and LMCache.
 
 How often a document is asked for follows Zipf's law; a question gets several of them in an order of its own, and no two
-questions are the same. All engines get the same prompts at the same moments, one engine after the other. vLLM comes
-twice, with its prefix cache and without it.
+questions are the same. All engines get the same prompts, one engine after the other, at moments that differ by the rate
+alone. vLLM comes twice, with its prefix cache and without it.
 """
 
 import itertools
