@@ -153,7 +153,8 @@ def load(rows: Sequence[Row]) -> None:
 
 
 def rag(rows: Sequence[Row]) -> None:
-    table = Table("", "engine", box=None, padding=(0, 1))
+    table = Table("", box=None, padding=(0, 1))
+    table.add_column("engine", no_wrap=True)
     columns = ("a minute", "questions", "TTFT 50%", "90%", "99%", "tokens 50%", "99%", "a token of all", "reused")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)

@@ -34,7 +34,7 @@ from ragkv.evals.workloads.simulate import kv_bytes_of, of_tasks
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
-UNCACHED = "vLLM without prefix cache"
+UNCACHED = "vLLM, no prefix cache"
 _NUM_CONTEXTS = 2
 _HUNDRED = 100
 _IDLE_S = 1000.0  # since the question before, as far as the simulation knows: nothing is in work any more

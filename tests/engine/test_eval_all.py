@@ -44,10 +44,10 @@ def test_small_samples_of_real_engines_become_a_page(home, data, tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "all" / "benchmarks.md").read_text()
     assert "Time to first token by policy and length" in page and "guided:0.05" in page
-    assert "vLLM without prefix cache" in page and "Without LMCache: LMCache isn't installed" in page
+    assert "vLLM, no prefix cache" in page and "Without LMCache: LMCache isn't installed" in page
     rows = [json.loads(line) for line in (tmp_path / "all" / "rag.jsonl").read_text().splitlines()]
     alone = {row["system"]: row for row in rows if row["part"] == "alone"}
-    assert alone["vLLM without prefix cache"]["reused_share"] == 0
+    assert alone["vLLM, no prefix cache"]["reused_share"] == 0
     assert alone["ragkv"]["reused_share"] > 0.8 > alone["vLLM"]["reused_share"]
     (long,) = (row for row in rows if row["part"] == "long")
     assert long["questions"] == 20 and long["reused_share"] > 0.8
