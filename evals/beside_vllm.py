@@ -46,20 +46,24 @@ async def start(config: Config, folder: Path, kv_tokens: int, *, alone: bool, **
     """
     # vLLM alone leaves a core to its other processes where there is more than one, and with a connector it doesn't.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-    model = models.resolve(config.model.name, config.home)
-    block_tokens = config.model.block_tokens or _BLOCK_TOKENS
-    limits = (config.model.max_model_len, models.context_length(model), kv_tokens)
-    arguments: dict[str, Any] = {
-        "num_gpu_blocks_override": -(-kv_tokens // block_tokens) + 1,
-        "max_model_len": min(limit for limit in limits if limit is not None),
-        **more,
-    }
+    model, arguments = models.resolve(config.model.name, config.home), {**memory_for(config, kv_tokens), **more}
     prefixes = config.store.prefix_options(folder / "prefixes")
     engine = await Engine.start(model, config.model, folder / "kv", "0" * 32, {}, prefixes, alone=alone, **arguments)
     if engine.unsupported and not alone:
         await engine.close()
         raise ModelError(f"nothing to measure: {engine.unsupported}")
     return engine
+
+
+def memory_for(config: Config, kv_tokens: int) -> dict[str, Any]:
+    """Return vLLM's arguments for memory for the KV of so many tokens, and a context that isn't longer."""
+    block_tokens = config.model.block_tokens or _BLOCK_TOKENS
+    context = models.context_length(models.resolve(config.model.name, config.home))
+    limits = (config.model.max_model_len, context, kv_tokens)
+    return {
+        "num_gpu_blocks_override": -(-kv_tokens // block_tokens) + 1,
+        "max_model_len": min(limit for limit in limits if limit is not None),
+    }
 
 
 @asynccontextmanager

@@ -14,12 +14,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ragkv import models
 from ragkv.batch.admission import Admission
 from ragkv.batch.run import answered
 from ragkv.batch.sharing import Item, by_popularity, in_order, shared_tokens
@@ -29,7 +27,7 @@ from ragkv.controller.profile import text_tokens
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask, PrefixUse
 from ragkv.evals import datasets
-from ragkv.evals.beside_vllm import in_turn, kv_account
+from ragkv.evals.beside_vllm import in_turn, kv_account, memory_for
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Batch
 from ragkv.evals.rig import Rig, rig
@@ -56,14 +54,8 @@ class _Mix:
 
 async def run(config: Config, wanted: Batch, progress: Progress) -> AsyncIterator[Row]:
     """Yield a row for each mix."""
-    num_blocks = wanted.kv_tokens // (config.model.block_tokens or 128) + 1
-    length = models.context_length(models.resolve(config.model.name, config.home)) or wanted.kv_tokens
-    more: dict[str, Any] = {
-        "num_gpu_blocks_override": num_blocks,
-        "max_model_len": min(length, wanted.kv_tokens),
-        "disable_log_stats": False,
-    }
-    async with rig(config, _NUM_CONTEXTS, {}, **more) as found:
+    memory = memory_for(config, wanted.kv_tokens)
+    async with rig(config, _NUM_CONTEXTS, {}, disable_log_stats=False, **memory) as found:
         mixes = [*_synthetic(found, wanted), _tweets(found, wanted)]
         progress.update("precomputing the documents' chunks")
         mixes.append(await _documents(found, wanted, Policy.of(config.answer.policy, config.answer.budget)))

@@ -25,7 +25,7 @@ from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
 from ragkv.evals import datasets
 from ragkv.evals.arrivals import as_they_come, gaps
-from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, folder, in_turn, peer, start
+from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, folder, in_turn, memory_for, peer, start
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Rag
 from ragkv.evals.rig import Rig, rig
@@ -52,8 +52,8 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         temporary = Path(stack.enter_context(folder()))
         lmcache = await stack.enter_async_context(peer(temporary, is_wanted=wanted.lmcache))
-        blocks, options = wanted.kv_tokens // (config.model.block_tokens or 128) + 1, config.store.worker_options()
-        found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, options, num_gpu_blocks_override=blocks))
+        options, memory = config.store.worker_options(), memory_for(config, wanted.kv_tokens)
+        found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, options, **memory))
         questions = _Questions(config, wanted, found)
         await questions.precompute(progress)
         engines = {RAGKV: found.engine}
