@@ -136,7 +136,7 @@ CASES = (
         "rag",
         "Questions that arrive at random",
         "--data {data} --long 300",
-        "--data {data} --documents 8 --top-k 3 --questions 3 --shares 0.5 --long 20 --kv-tokens 6144",
+        "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case("load", "Two servers under the same arrivals", "--shares 0.5,0.9 --questions 8 --out {out}/load.png", None),
