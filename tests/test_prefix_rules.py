@@ -60,11 +60,16 @@ def test_the_longest_stored_prefix_is_found(store, prefixes):
     assert find("abcdefg", most=4 * BLOCK + 1) == [(0, 2), (2, 4)]
     assert find("abcdefg", known=2 * BLOCK) == [(2, 4), (4, 5)]
     assert find("abcdefg", known=3 * BLOCK) == [(2, 4), (4, 5)]  # all of a segment, of which vLLM has a half
-    assert find("abcdefg", known=4 * BLOCK) == []  # too short
+    assert find("abcdefg", known=4 * BLOCK) == [(4, 5)]
+    assert find("abcde", known=5 * BLOCK) == []
+    assert find("abcdefg", most=5 * BLOCK - 1, known=4 * BLOCK) == []
+    without_tails = Beginnings(hashes("abcdefg"), (), BLOCK)
+    assert prefixes.find(without_tails, 4 * BLOCK, 10_000) == ()  # too short where nothing says that blocks are long
     assert find("xbcde") == find("ab", most=BLOCK) == find("") == []
     assert prefixes.find(beginnings("abcde", "other salt"), 0, 10_000) == ()
     assert ends(prefixes.missing(beginnings("abcdefgh"), 8 * BLOCK)) == [(4, 6), (6, 8)]
-    assert prefixes.missing(beginnings("ab"), BLOCK) == ()
+    assert ends(prefixes.missing(beginnings("xy"), BLOCK)) == [(0, 1)]
+    assert prefixes.missing(Beginnings(hashes("xy"), (), BLOCK), BLOCK) == ()
 
 
 def test_a_segment_that_is_gone_ends_the_prefix(store, prefixes):
@@ -104,7 +109,7 @@ def test_a_tail_is_less_than_a_block(store, prefixes, num_more):
     assert find("abc", other) == 3 * BLOCK + (0 if num_more % 32 == 0 else num_more // 32 * 32)
     assert find("abd", more) == 2 * BLOCK and find("abc", more, salt="other") == find("", more) == 0
     assert find("abc", more, most=3 * BLOCK + 31) == 3 * BLOCK
-    assert find("abc", more, known=3 * BLOCK) == 0
+    assert find("abc", more, known=3 * BLOCK) == (end if end - 3 * BLOCK == 96 else 0)  # less is too short
 
 
 def test_a_shared_tail_is_found_behind_another_question(store, prefixes):
@@ -119,6 +124,23 @@ def test_a_shared_tail_is_found_behind_another_question(store, prefixes):
     assert shared == 3 * BLOCK + 96
     put(store, *prefixes.missing(asked(2), shared))
     assert prefixes.find(asked(3), 0, 519)[-1].end == shared
+
+
+def test_a_prefix_may_be_shorter_than_a_block(store, prefixes):
+    def asked(question, start=0, salt=None):  # an instruction of 100 tokens, and a question of 20
+        return Beginnings([], [*range(start, 100), *[question] * 20], BLOCK, salt and (("cache_salt", salt),))
+
+    reuse = Reuse()
+    assert reuse.worth(None, asked(1), 120, 120) == 0
+    shared = reuse.worth(None, asked(2), 120, 120)
+    assert shared == 96
+    (span,) = prefixes.missing(asked(2), shared)
+    assert (span.start, span.end) == (0, 96)
+    put(store, span)
+    assert prefixes.find(asked(3), 0, 119) == (span,)
+    assert prefixes.find(asked(3), 0, 95) == prefixes.find(asked(3, start=1), 0, 119) == ()
+    assert prefixes.find(asked(3, salt="a"), 0, 119) == ()
+    assert prefixes.missing(asked(1), 95) == ()  # too short
 
 
 @pytest.mark.parametrize("block", [16, 32, 48])
@@ -192,6 +214,8 @@ class Engine:
             all_token_ids=[*tokens(text), *[0] * 10],
             mm_features=[],
             prompt_embeds=None,
+            lora_request=None,
+            cache_salt=None,
             num_prompt_tokens=num_tokens,
             num_tokens=num_tokens,
             num_computed_tokens=num_tokens,

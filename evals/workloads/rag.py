@@ -30,7 +30,7 @@ from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Rag
 from ragkv.evals.rig import Rig, rig
 from ragkv.evals.simulation import System, expected
-from ragkv.evals.workloads.simulate import kv_bytes_of, of_tasks
+from ragkv.evals.workloads.simulate import of_tasks
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
@@ -81,7 +81,8 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
             yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **_row(answers[i:])}
         if wanted.simulated and answers:
             progress.update("measuring this machine for the simulation")
-            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers)}
+            kv_bytes = questions.kv_bytes
+            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers, kv_bytes)}
 
 
 @dataclass
@@ -122,8 +123,8 @@ async def _one_by_one(
         yield {"part": "alone", "system": name, **_row(timed[1:])}
 
 
-async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed]) -> Row:
-    """Return what the simulation expects of the last answers, beside what they were.
+async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed], kv_bytes: int) -> Row:
+    """Return what the simulation expects of the last answers, beside what they were. kv_bytes: of a token, as stored.
 
     KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing.
     """
@@ -141,7 +142,7 @@ async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence
         num_engines=1,
         profile=replace(profile, cold_ms=0.0),
         policy=policy,
-        kv_bytes=kv_bytes_of(config, config.store.codec, wanted.chunk_tokens),
+        kv_bytes=kv_bytes,
         kv_tokens=wanted.kv_tokens,
         memory_bytes=round(config.store.memory_gib * (1 << 30)),
         token_s=float(np.median([gap for each in answers for gap in each.gaps_s])),
@@ -152,6 +153,7 @@ async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence
     num_chunks = sum(each.chunks for each in answers)
     return {
         "questions": len(answers),
+        "kv_bytes": kv_bytes,
         "memory_share": round(sum(each.in_memory for each in answers) / max(1, num_chunks), 4),
         "expected_memory_share": round(simulated.memory_share, 4),
         "ttft_p50_ms": round(1e3 * median(each.ttft_s for each in answers), 1),
@@ -190,6 +192,13 @@ class _Questions:
         contexts = {hash: [[spans[i - 1]], [spans[i - 2]]] for i, hash in enumerate(hashes)}
         await kv.precompute_anchor(self._found.engine, self._found.store)
         await kv.precompute(self._found.engine, self._found.store, self._chunks, contexts)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes that a token of the documents takes in the store."""
+        store = self._found.store
+        sizes = (store.entries.size(key) for key in store.keys() if key.chunk_hash in self._chunks)
+        return round(sum(sizes) / sum(map(len, self._chunks.values())))
 
     def some(self, number: int) -> list[_Question]:
         return [self._new() for _ in range(number)]

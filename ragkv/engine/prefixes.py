@@ -20,8 +20,9 @@ from ragkv.engine.task import Keep, Span
 from ragkv.store.record import ChunkKey
 
 EXACT = xxhash.xxh3_128_hexdigest(b"an exact prefix")  # in the anchor's place in a segment's key
-MIN_TOKENS = 256  # a shorter prefix is prefilled about as soon
 SEGMENT_TOKENS = 256
+_MIN_TOKENS = 256  # a shorter prefix is prefilled about as soon,
+_MIN_WITH_TAILS = 96  # but not on CPU, where vLLM's blocks are long
 _TAIL_TOKENS = 32  # a tail has so many tokens, or two or three times as many with vLLM's blocks of 128 on CPU
 _REMEMBERED = 1 << 17
 _DOUBTED_AFTER_S = 600.0  # how long it is believed that loading is slower than prefill
@@ -31,12 +32,21 @@ class Beginnings:
     """The names of what a request begins with, for every number of tokens at which something stored may end.
 
     hashes: vLLM's, of full blocks. token_ids: of the request; without them, as for one with images, it has no tails.
+    extra_keys: what vLLM hashes with the first block besides its tokens, such as the request's salt.
     """
 
-    def __init__(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> None:
+    def __init__(
+        self,
+        hashes: Sequence[bytes],
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_keys: tuple[object, ...] | None = None,
+    ) -> None:
         self._hashes, self._token_ids, self.block_size = hashes, token_ids, block_size
+        self._extra_keys = extra_keys
         self.has_tails = bool(token_ids) and block_size > _TAIL_TOKENS and block_size % _TAIL_TOKENS == 0
         self._step = _TAIL_TOKENS if self.has_tails else block_size
+        self.min_tokens = _MIN_WITH_TAILS if self.has_tails else _MIN_TOKENS
 
     def full_blocks(self, num_tokens: int) -> int:
         """Return how many blocks are full with so many of the request's first tokens."""
@@ -45,14 +55,14 @@ class Beginnings:
     def longest(self, num_tokens: int) -> int:
         """Return at how many tokens, at most `num_tokens`, the longest beginning ends that has a name."""
         in_blocks = self.full_blocks(num_tokens) * self.block_size
-        if not in_blocks or not self.has_tails:
+        if not self.has_tails:
             return in_blocks
         within = min(num_tokens, len(self._token_ids), in_blocks + self.block_size - 1)
         return within // self._step * self._step
 
     def ends(self, num_tokens: int) -> range:
         """Return at how many tokens each beginning of at most `num_tokens` tokens ends."""
-        return range(self.block_size, self.longest(num_tokens) + 1, self._step)
+        return range(self._step, self.longest(num_tokens) + 1, self._step)
 
     def tails(self, start: int, num_tokens: int) -> range:
         """Return where each tail ends that begins at `start` and has room in `num_tokens`, the longest first."""
@@ -64,7 +74,10 @@ class Beginnings:
     def name(self, end: int) -> bytes:
         """Return the name of the first `end` tokens."""
         num_blocks, num_more = divmod(end, self.block_size)
-        full = self._hashes[num_blocks - 1]
+        if num_blocks:
+            full = self._hashes[num_blocks - 1]
+        else:
+            full = hashlib.sha256(b"before the first block\0" + repr(self._extra_keys).encode()).digest()
         if not num_more:
             return full
         tokens = array("q", self._token_ids[end - num_more : end])
@@ -124,11 +137,11 @@ class Prefixes:
             start += self._step
             if segment.end < start * self.block_size:
                 break
-        if found:
-            tails = beginnings.tails(found[-1].end, num_tokens)
-            tail = self._first_stored(beginnings, found[-1].end, tails)
+        if found or not num_known:
+            in_blocks = found[-1].end if found else 0
+            tail = self._first_stored(beginnings, in_blocks, beginnings.tails(in_blocks, num_tokens))
             found += [] if tail is None else [tail]
-        is_longer = bool(found) and found[-1].end - num_known >= MIN_TOKENS
+        is_longer = bool(found) and found[-1].end - num_known >= beginnings.min_tokens
         return tuple(found) if is_longer else ()
 
     def missing(self, beginnings: Beginnings, num_tokens: int) -> tuple[Span, ...]:
@@ -137,7 +150,7 @@ class Prefixes:
         Tokens behind the longest beginning that has a name are left out.
         """
         end = beginnings.longest(num_tokens)
-        if end < MIN_TOKENS:
+        if end < beginnings.min_tokens:
             return ()
         in_blocks = end // self.block_size * self.block_size
         cuts = [*range(0, in_blocks, self._step * self.block_size), in_blocks]
@@ -177,7 +190,7 @@ class Reuse:
             if each not in self._seen:
                 break
             num_seen = end
-            continues |= self._seen[each] and end >= MIN_TOKENS
+            continues |= self._seen[each] and end >= _MIN_TOKENS
         for each in names:
             self._seen[each] = self._seen.pop(each, False)
         if names:

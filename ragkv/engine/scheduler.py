@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from ragkv.engine.preemption import Hold, Preempted
 from ragkv.engine.prefixes import Beginnings, Prefixes, Reuse, WriteBudget
@@ -252,4 +253,5 @@ class SchedulerSide:
 def _beginnings(request: "Request", block_size: int) -> Beginnings:
     """Return the names of a request's beginnings, without tails if it has more than its tokens, such as images."""
     is_text = not request.mm_features and request.prompt_embeds is None
-    return Beginnings(request.block_hashes, request.all_token_ids if is_text else (), block_size)
+    extra_keys, _ = generate_block_hash_extra_keys(request, 0, 1, 0) if is_text else (None, 0)
+    return Beginnings(request.block_hashes, request.all_token_ids if is_text else (), block_size, extra_keys)

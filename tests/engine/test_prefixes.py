@@ -92,6 +92,21 @@ def test_what_comes_back_is_kept(harness, text):
     wait_for_files(harness.prefixes, 7)  # 256, 512, 640 and 736 of 766 tokens
 
 
+def test_an_instruction_shorter_than_a_block_comes_back(harness, text):
+    forget_all(harness)
+    instruction = text[5000:5100]
+    for i in range(2):
+        harness.ask_now([*instruction, *text[60 * i : 60 * i + 20]], salt="short", keep=None)
+    wait_for_files(harness.prefixes, 1)
+    asked = [*instruction, *text[700:720]]
+    harness.run(harness.engine.forget_prefixes())
+    found = harness.ask_now(asked, salt="short", keep="once")
+    assert found.report.tokens.exact == 96
+    expected = harness.ask_now(asked, salt="another's", keep="once")
+    assert expected.report is None
+    assert_same(found, expected)
+
+
 def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text):
     forget_all(harness)
 
