@@ -196,8 +196,8 @@ class _Questions:
     @property
     def kv_bytes(self) -> int:
         """Return the bytes that a token of the documents takes in the store."""
-        store = self._found.store
-        sizes = (store.entries.size(key) for key in store.keys() if key.chunk_hash in self._chunks)
+        entries = self._found.store.entries
+        sizes = (entries.size(key) for key in entries if key.chunk_hash in self._chunks)
         return round(sum(sizes) / sum(map(len, self._chunks.values())))
 
     def some(self, number: int) -> list[_Question]:
