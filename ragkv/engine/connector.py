@@ -34,6 +34,7 @@ from ragkv.engine.subset import SubsetForward
 from ragkv.engine.trial import UnsupportedModelError, check_layout, find_rotations
 from ragkv.engine.worker import WorkerSide
 from ragkv.kernels.dispatch import choose
+from ragkv.machine import keep_free_pages
 from ragkv.store.disk_store import DiskStore
 from ragkv.store.entries import EntryFolder
 from ragkv.store.prefixes import generation, open_prefixes
@@ -84,6 +85,8 @@ class RagKVConnector(KVConnectorBase_V1):
             exact = ExactKV(loader(store=prefixes), prefixes, limit)
         held = HeldKV(subset, self._kv_cache_config.num_blocks) if _held_bytes(extra) else None
         self.worker = WorkerSide(loader(store=store), max_tokens, exact, held)
+        if subset.device.type == "cpu":
+            keep_free_pages()
         return None
 
     def _prefix_rules(self) -> PrefixRules | None:
