@@ -4,8 +4,9 @@ What is kept, how a request is answered and what it waits for is decided by the 
 `longest_wait_s` and `Admission`, and how long it takes by a measured `Profile`. Knows nothing of traces.
 
 What is simpler than in the product:
-- Prompts are prefilled or fused one at a time, first come, first served. Answers are decoded beside that, each token in
-  a given time, which nothing else that the engine does makes longer.
+- Prompts are prefilled or fused one at a time, first come, first served. Answers are decoded beside that, all together
+  a token in a given time, however many they are: a prompt waits for that once in each of its engine steps, and they
+  wait for the prompt.
 - Storing costs nothing: a chunk that had no KV is in memory, on the disk and in the bucket as soon as its request has
   its first token. (The product computes it again in idle time, and sends it to the bucket within a minute.)
 - There is no page cache: what isn't in memory is read from the disk, unless a request has just waited for it to come
@@ -17,8 +18,8 @@ import heapq
 import itertools
 import math
 from bisect import bisect
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,12 +28,13 @@ import numpy as np
 from ragkv.batch.admission import Admission
 from ragkv.batch.sharing import Item, Part
 from ragkv.controller.cost_model import Chunk, Plan, Profile, longest_wait_s, plan
+from ragkv.evals.simulated_tier import Tier
 from ragkv.policies import Policy
-from ragkv.store.eviction import Eviction
 
 MEMORY, DISK, BUCKET, NONE = TIERS = ("memory", "disk", "bucket", "none")  # where a chunk's KV is found
 _MOST_AT_ONCE = 256  # requests in an engine
 _POINTS = 64  # of each engine on the ring of hashes
+_STEP_TOKENS, _SLICE_TOKENS = 2048, 512  # computed in a step, of a prompt that vLLM prefills, and of one that is fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,68 +111,22 @@ class Answered:
         return 1e3 * (self.first_token_s - self.arrived_s)
 
 
-class Tier:
-    """Entries of at most `num_bytes` (None: no limit), of which the product's eviction chooses those that go.
-
-    remembers: uses of evicted entries count when they come back, as `ragkv.store.usage` has it for the disk; in memory
-    (`ragkv.store.memory`) they don't. has_all: every entry is stored, whether it was put or not.
-    """
-
-    def __init__(self, num_bytes: int | None, eviction: str, *, remembers: bool = False, has_all: bool = False) -> None:
-        self._num_bytes, self._eviction = num_bytes, Eviction(eviction)
-        self._sizes: dict[Hashable, int] = {}
-        self._uses: Counter[Hashable] | None = Counter() if remembers and num_bytes is not None else None
-        self._has_all = has_all
-        self.size_bytes = 0
-
-    def __contains__(self, key: Hashable) -> bool:
-        return self._has_all or key in self._sizes
-
-    def touch(self, key: Hashable) -> None:
-        """Count a use of an entry that is stored, or is remembered."""
-        if self._uses is not None and key in self._uses:
-            self._uses[key] += 1
-        self._eviction.touch(key)
-
-    def put(self, key: Hashable, size_bytes: int, cost: float, spared: Collection[Hashable] = ()) -> list[Hashable]:
-        """Store an entry, if it is missing and room can be made without the spared ones. Returns those that went."""
-        if key in self:
-            return []
-        uses = 1
-        if self._uses is not None:
-            self._uses[key] = uses = self._uses[key] + 1
-        evicted: list[Hashable] = []
-        if self._num_bytes is not None:
-            if sum(self._sizes.get(each, 0) for each in spared) + size_bytes > self._num_bytes:
-                return []
-            while self.size_bytes + size_bytes > self._num_bytes:
-                evicted.append(self._eviction.evict(spared))
-                self.size_bytes -= self._sizes.pop(evicted[-1])
-            self._eviction.add(key, size_bytes, cost)
-            for _ in range(uses - 1):
-                self._eviction.touch(key)
-        self._sizes[key] = size_bytes
-        self.size_bytes += size_bytes
-        return evicted
-
-    def remove(self, key: Hashable) -> None:
-        self._eviction.remove(key)
-        self.size_bytes -= self._sizes.pop(key, 0)
-
-
 @dataclass(slots=True)
 class _Job:
-    """A request in an engine. fetched: chunks that it has waited for. own: what `Admission` counts for it."""
+    """A request in an engine. fetched: chunks that it has waited for. own: what `Admission` counts for it.
+    computed_s: its engine's, up to which this one has waited for prompts."""
 
     request: Request
     fetched: frozenset[Hashable] = frozenset()
     bucket_bytes: int = 0
     own: int = 0
+    computed_s: float = 0.0
 
 
 @dataclass
 class _Engine:
-    """One engine. coming: what is on its way from the bucket, and when it will be there. link_free_s: when all is."""
+    """One engine. coming: what is on its way from the bucket, and when it will be there. link_free_s: when all is.
+    computed_s: how long prompts have been prefilled or fused."""
 
     number: int
     memory: Tier
@@ -181,6 +137,7 @@ class _Engine:
     is_busy: bool = False
     coming: dict[Hashable, float] = field(default_factory=dict)
     link_free_s: float = 0.0
+    computed_s: float = 0.0
 
     def store(self, key: Hashable, size_bytes: int, cost: float) -> None:
         """Put an entry on the disk. What goes for it isn't used from memory any more either."""
@@ -292,12 +249,13 @@ class Simulation:
             return
         job = engine.waiting.popleft()
         job.own = engine.admission.start(job.request)
-        engine.num_running, engine.is_busy = engine.num_running + 1, True
         found = _found(engine, job)
         way = self._plan(job.request, found)
         num_read = self._load(engine, job, found, way)
+        num_steps = self._num_steps(job.request, way) if engine.num_running else 0.0
+        engine.num_running, engine.is_busy = engine.num_running + 1, True
         first_token = partial(self._first_token, engine, job, found, way, num_read)
-        self._at(self._now_s + 1e-3 * way.predicted_ms, first_token)
+        self._at(self._now_s + 1e-3 * way.predicted_ms + num_steps * self.system.token_s, first_token)
 
     def _plan(self, request: Request, found: Sequence[str]) -> Plan:
         """Return the product's plan; its `chunks` are indices of the request's. The anchor is one more chunk."""
@@ -310,6 +268,16 @@ class Simulation:
             chunks, stored = [Chunk(request.anchor_tokens), *chunks], [-1, *stored]
         way = plan(self.system.profile, request.num_tokens, chunks, self.system.policy)
         return replace(way, chunks=tuple(stored[i] for i in way.chunks if stored[i] >= 0))
+
+    def _num_steps(self, request: Request, way: Plan) -> float:
+        """Return how many tokens others decode until a prompt is computed: in each of its steps, and half of one that
+        it has to wait for."""
+        if way.way == "prefill":
+            return 0.5 + -(-request.num_tokens // _STEP_TOKENS)
+        num_loaded = request.anchor_tokens + sum(request.chunks[i][1] for i in way.chunks)
+        num_computed = request.num_tokens - num_loaded + round(self.system.policy.budget * num_loaded)
+        is_probed = self.system.policy.recomputes_some  # which takes a step
+        return 0.5 + is_probed + -(-num_computed // _SLICE_TOKENS)
 
     def _load(self, engine: _Engine, job: _Job, found: Sequence[str], way: Plan) -> int:
         """Count the uses of the chunks that are loaded, keep them in memory, and return the bytes read from the disk.
@@ -334,6 +302,8 @@ class Simulation:
 
     def _first_token(self, engine: _Engine, job: _Job, found: Sequence[str], way: Plan, num_read: int) -> None:
         """Store what had to be computed, decode the answer, and go on with the next prompt."""
+        engine.computed_s += 1e-3 * way.predicted_ms
+        job.computed_s = engine.computed_s
         request, parts = job.request, job.request.chunks
         missing = [part for part, tier in zip(parts, found, strict=True) if tier == NONE]
         spared = {key for key, _ in parts}
@@ -348,9 +318,18 @@ class Simulation:
         )
         end_s = self._now_s + max(0, request.answer_tokens - 1) * self.system.token_s
         answered = Answered(request.arrived_s, self._now_s, end_s, way.way, in_tiers, num_read, job.bucket_bytes)
-        self._at(end_s, partial(self._end, engine, job, answered))
+        self._at(end_s, partial(self._decoded, engine, job, answered))
         engine.is_busy = False
         self._start(engine)
+
+    def _decoded(self, engine: _Engine, job: _Job, answered: Answered) -> Answered | None:
+        """End an answer, unless prompts have been computed meanwhile: then it takes so much longer."""
+        waited_s, job.computed_s = engine.computed_s - job.computed_s, engine.computed_s
+        if waited_s and job.request.answer_tokens > 1:
+            answered = replace(answered, ended_s=self._now_s + waited_s)
+            self._at(answered.ended_s, partial(self._decoded, engine, job, answered))
+            return None
+        return self._end(engine, job, answered)
 
     def _end(self, engine: _Engine, job: _Job, answered: Answered) -> Answered:
         engine.admission.end(job.request, job.own, job.request.answer_tokens)
@@ -379,15 +358,18 @@ def _hash(key: Hashable) -> int:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a real run is compared with. memory_share: of the chunks' tokens whose KV was found, those in memory."""
+    """What a real run is compared with. memory_share: of the chunks' tokens whose KV was found, those in memory.
+    ttft_mean_ms, ttft_p90_ms: of all requests."""
 
     memory_share: float
-    ttft_p50_ms: float
+    ttft_mean_ms: float
+    ttft_p90_ms: float
 
 
 def expected(requests: Sequence[Request], system: System, *, skip: int = 0) -> Expected:
     """Return how a system answers requests. skip: so many of the first don't count."""
     answers = sorted(Simulation(system).run(requests), key=lambda each: each.arrived_s)[skip:]
     loaded = np.sum([each.tokens for each in answers if each.way != "prefill"] or [(0,) * len(TIERS)], axis=0)
-    ttft_p50_ms = float(np.median([each.ttft_ms for each in answers]))
-    return Expected(float(loaded[0] / max(1, loaded[:3].sum())), ttft_p50_ms)
+    ttfts = [each.ttft_ms for each in answers]
+    memory_share = float(loaded[0] / max(1, loaded[:3].sum()))
+    return Expected(memory_share, float(np.mean(ttfts)), float(np.percentile(ttfts, 90)))

@@ -182,8 +182,8 @@ def rag(rows: Sequence[Row]) -> None:
         if row["part"] == "simulated":
             out.print(
                 f"the simulation expects {_share(row['expected_memory_share'])} of the chunks in memory and "
-                f"{row['expected_ttft_p50_ms']:,.0f} ms; it is {_share(row['memory_share'])} and "
-                f"{row['ttft_p50_ms']:,.0f} ms"
+                f"{row['expected_ttft_mean_ms']:,.0f} ms to the first token; it is {_share(row['memory_share'])} and "
+                f"{row['ttft_mean_ms']:,.0f} ms"
             )
 
 
