@@ -40,6 +40,7 @@ CASES = (
         "--trace {data}/traces/mooncake_trace.jsonl",
         None,
     ),
+    Case("find", "Chunks found in prompts' tokens", "", "--tokens 2048,32768 --chunks 10000 --repeats 5"),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
     Case(
         "simulate",

@@ -104,6 +104,16 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Find:
+    """How long it takes to find chunks in a prompt's tokens, by the number of chunks. Needs no model."""
+
+    tokens: tuple[int, ...] = option("Lengths of the prompt, in tokens.", "2048,8192,32768,131072", parse=whole_numbers)
+    chunks: tuple[int, ...] = option("How many chunks there are.", "10000,1000000", parse=whole_numbers)
+    chunk_tokens: int = option("Tokens of a chunk.", 256, least=16)
+    repeats: int = option("Measurements of which each median is taken.", 30, least=1)
+
+
+@dataclass(frozen=True)
 class Swap:
     """Recompute or load: full prefill, fusion, and the controller's choice between them."""
 

@@ -13,6 +13,7 @@ from ragkv.evals.parameters import (
     Chat,
     Churn,
     Faults,
+    Find,
     Load,
     Preempted,
     Pressure,
@@ -39,6 +40,7 @@ EXPERIMENTS = (
         "retrieval", Retrieval, f"{_WORKLOADS}.retrieval", tables.retrieval, ("home", "embedder", "config_file")
     ),
     Experiment("cache", Cache, f"{_WORKLOADS}.cache", tables.cache),
+    Experiment("find", Find, f"{_WORKLOADS}.find", tables.find),
     Experiment("simulate", Simulate, f"{_WORKLOADS}.simulate", tables.simulate, VLLM[:-1]),
     Experiment("swap", Swap, f"{_WORKLOADS}.swap", tables.swap, VLLM, draws=True),
     Experiment("timeline", Timeline, f"{_WORKLOADS}.timeline", tables.timeline, VLLM),

@@ -67,6 +67,16 @@ def cache(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def find(rows: Sequence[Row]) -> None:
+    table = Table(title="Finding chunks in a prompt's tokens", title_justify="left", box=None)
+    for column in ("chunks", "tokens", "without any, ms", "of nothing but chunks, ms", "found"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = (f"{row['without_ms']:.2f}", f"{row['of_chunks_ms']:.2f}")
+        table.add_row(f"{row['chunks']:,}", f"{row['tokens']:,}", *times, f"{row['found']:,}")
+    out.print(table)
+
+
 def simulate(rows: Sequence[Row]) -> None:
     title = "Simulated: where chunks' tokens are found, %; TTFT in ms; GiB read meanwhile, and held by all in the end"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))

@@ -10,7 +10,7 @@ or a key here orphans every stored entry.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import ROOT_HASH, FuseTask, MeanTask, PrecomputeTask, Span
@@ -18,8 +18,15 @@ from ragkv.policies import Policy
 from ragkv.prompt import Prompt
 from ragkv.retriever.hashing import CONTEXTS, mean_hash
 from ragkv.retriever.hashing import chunk_hash as hash_of
+from ragkv.retriever.tokens import FoundChunk
 from ragkv.store.base import KVStore
 from ragkv.store.record import ChunkKey
+
+
+class Stored(Protocol):
+    """Whatever says which entries are stored."""
+
+    def contains(self, key: ChunkKey) -> bool: ...
 
 
 class ChunkKV:
@@ -74,7 +81,7 @@ class ChunkKV:
         """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
         return replace(span, anchor_hash=self.mean_hash, mean_hash="")
 
-    def is_stored(self, span: Span, store: KVStore) -> bool:
+    def is_stored(self, span: Span, store: Stored) -> bool:
         """Return whether the store has the KV of a span, in an entry of its own or in its mean's."""
         own = store.contains(self.key(span))
         return own or (bool(span.mean_hash) and store.contains(self.key(self.averaged(span))))
@@ -88,6 +95,25 @@ class ChunkKV:
             averaged = self.num_contexts > 1 and not first and store.contains(self.key(self.averaged(span)))
             spans.append(self.averaged(span) if averaged else span)
         return FuseTask(tuple(spans), policy)
+
+    def found(self, token_ids: Sequence[int], chunks: Sequence[FoundChunk]) -> list[Span]:
+        """Return the spans of chunks that were found in a prompt, in order of position.
+
+        If the prompt begins with the anchor, that is the first, and a whole chunk directly behind it is as exact as
+        ever. After another beginning all have their mean KV, if they have any.
+        """
+        anchor = len(self._anchor) if list(token_ids[: len(self._anchor)]) == self._anchor else 0
+        spans = [self.anchor_span] if anchor else []
+        for chunk in chunks:
+            if chunk.start < anchor:
+                continue
+            num_tokens = 0 if chunk.is_whole else chunk.num_tokens
+            span = Span(
+                chunk.start, chunk.end, chunk.chunk_hash, self.anchor_hash, self._joined, chunk.offset, num_tokens
+            )
+            is_first = bool(anchor) and chunk.start == anchor and chunk.is_whole
+            spans.append(span if is_first or self.num_contexts == 1 else self.averaged(span))
+        return spans
 
     def over_other_kv(self, task: FuseTask) -> FuseTask | None:
         """Return the task with the KV after the anchor alone of the chunks that it takes the mean of; None if it takes

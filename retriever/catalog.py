@@ -194,6 +194,10 @@ class Catalog:
     def chunk_ids(self) -> set[int]:
         return {row[0] for row in self._rows("SELECT id FROM chunks")}
 
+    def ids_after(self, id: int) -> list[int]:
+        """Return the chunks' ids above `id`, sorted: those of chunks that came later."""
+        return [row[0] for row in self._rows("SELECT id FROM chunks WHERE id > ? ORDER BY id", id)]
+
     def chunk_hashes(self) -> set[str]:
         return {row[0] for row in self._rows("SELECT DISTINCT hash FROM chunks")}
 
@@ -225,6 +229,11 @@ class Catalog:
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
         """Return texts by id, of those of `ids` that aren't deleted."""
         return dict(self._rows_in("SELECT id, text FROM chunks WHERE id", ids))
+
+    def tokens(self, ids: Iterable[int]) -> dict[int, tuple[str, npt.NDArray[np.int32]]]:
+        """Return hash and token ids `[T]`, by id, of those of `ids` that aren't deleted."""
+        rows = self._rows_in("SELECT id, hash, token_ids FROM chunks WHERE id", ids)
+        return {id: (hash, np.frombuffer(token_ids, "<i4")) for id, hash, token_ids in rows}
 
     def get_setting(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM settings WHERE name = ?", name)

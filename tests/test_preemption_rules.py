@@ -16,7 +16,7 @@ from ragkv.engine.task import (
     to_params,
 )
 
-BLOCK, BLOCK_BYTES = 16, 1000
+BLOCK, BLOCK_BYTES, KEY = 16, 1000, "the engine's"
 
 
 def step(new=(), cached=(), resumed=(), preempted=()):
@@ -40,7 +40,7 @@ def step(new=(), cached=(), resumed=(), preempted=()):
 def request(id, num_tokens, prefill_ms=None):
     return SimpleNamespace(
         request_id=id,
-        kv_transfer_params=to_params(None, PrefixUse(prefill_ms=prefill_ms)),
+        kv_transfer_params=to_params(None, PrefixUse(prefill_ms=prefill_ms), KEY),
         block_hashes=[],
         prompt_token_ids=[0] * num_tokens,
         num_prompt_tokens=num_tokens,
@@ -52,7 +52,7 @@ class Engine:
     """A scheduler's side, and a worker that holds what it is told to."""
 
     def __init__(self, way="load", blocks=100):
-        self.side = SchedulerSide(None, Preempted(way, blocks * BLOCK_BYTES + 1, BLOCK, BLOCK_BYTES))
+        self.side = SchedulerSide(None, Preempted(way, blocks * BLOCK_BYTES + 1, BLOCK, BLOCK_BYTES, KEY), key=KEY)
         self.side.keep(StepReports({}, holds=True))
 
     def step(self, **what):

@@ -13,6 +13,7 @@ from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey, LayerKV
 
 BLOCK = 128
+KEY = "the engine's"
 
 
 def hashes(text, salt=""):
@@ -201,19 +202,21 @@ class Engine:
     """A scheduler's side, and requests of it. A letter is a block of tokens."""
 
     def __init__(self, prefixes, bytes_per_hour=1e12):
-        self.side = SchedulerSide(PrefixRules(prefixes, Reuse(), WriteBudget(bytes_per_hour), bytes_per_token=1))
+        rules = PrefixRules(prefixes, Reuse(), WriteBudget(bytes_per_hour), bytes_per_token=1)
+        self.side = SchedulerSide(rules, key=KEY)
         self.side.keep(StepReports({}, keeps_prefixes=True))
 
     def request(self, id, text, **use):
         num_tokens = BLOCK * len(text) + 10
         return SimpleNamespace(
             request_id=id,
-            kv_transfer_params=to_params(None, PrefixUse(**use)),
+            kv_transfer_params=to_params(None, PrefixUse(**use), KEY),
             block_hashes=hashes(text),
             prompt_token_ids=[0] * num_tokens,
             all_token_ids=[*tokens(text), *[0] * 10],
             mm_features=[],
             prompt_embeds=None,
+            skip_reading_prefix_cache=False,
             lora_request=None,
             cache_salt=None,
             num_prompt_tokens=num_tokens,

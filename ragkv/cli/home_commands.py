@@ -177,6 +177,18 @@ def config(config_file: ConfigFile = None) -> None:
     typer.echo(in_force(load_config(config_file), read_sources(config_file)), nl=False)
 
 
+def vllm_config(config: Config) -> None:
+    """Print the configuration with which `vllm serve` finds the home's documents in prompts and reuses their KV.
+
+    `ragkv vllm-config > ragkv-vllm.yaml`, then `vllm serve --config ragkv-vllm.yaml`.
+    """
+    import yaml
+
+    from ragkv.vllm_config import configuration
+
+    typer.echo(yaml.safe_dump(configuration(config), sort_keys=False), nl=False)
+
+
 def doctor(config: Config) -> None:
     """Check hardware, versions, models, store and disk. Exits with status 1 if something is wrong."""
     from ragkv.cli.diagnosis import diagnose

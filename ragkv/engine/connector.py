@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ragkv.engine.exact import ExactKV
+from ragkv.engine.finding import Finding
 from ragkv.engine.held import HeldKV
 from ragkv.engine.loader import KVLoader
 from ragkv.engine.preemption import Preempted
@@ -58,13 +59,22 @@ class RagKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        self._extra = self._options()
         self._scheduler = SchedulerSide()
         self.worker: WorkerSide | None = None  # once `attach` has been called
         self.store: DiskStore | None = None  # the worker's
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._prefix_rules(), self._preempted())
+            prefixes, preempted, key = self._prefix_rules(), self._preempted(), self._extra.get("key", "")
+            self._scheduler = SchedulerSide(prefixes, preempted, self._finding(), key)
             _end_with_parent()
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the connector works with: the store, the model's fingerprint and so on."""
+        return dict(self._kv_transfer_config.kv_connector_extra_config)
+
+    def _finding(self) -> Finding | None:
+        """Return who finds chunks in the prompts of requests without a task; None: nobody."""
+        return None
 
     def attach(self, model: Any, device: Any) -> str | None:
         """Give the worker's side its model. Returns why its KV can't be fused, None if it can."""
@@ -96,7 +106,6 @@ class RagKVConnector(KVConnectorBase_V1):
         if not _prefix_bytes(extra) or group is None:
             return None
         folder, spec = Path(extra["prefixes"]["folder"]), group.kv_cache_spec
-        heads = (0, self._vllm_config.model_config.get_num_kv_heads(self._vllm_config.parallel_config))
         try:
             entries = EntryFolder(folder / f"v{FORMAT_VERSION}")
         except OSError as error:
@@ -106,7 +115,7 @@ class RagKVConnector(KVConnectorBase_V1):
             entries.contains,
             partial(generation, folder),
             extra["fingerprint"],
-            heads,
+            self._heads(),
             spec.block_size,
         )
         bytes_per_token = spec.page_size_bytes * len(group.layer_names) // spec.block_size
@@ -120,7 +129,12 @@ class RagKVConnector(KVConnectorBase_V1):
             return None
         spec = group.kv_cache_spec
         block_bytes = spec.page_size_bytes * len(group.layer_names)
-        return Preempted(self._extra["preemption"]["way"], limit, spec.block_size, block_bytes)
+        way, key = self._extra["preemption"]["way"], self._extra.get("key", "")
+        return Preempted(way, limit, spec.block_size, block_bytes, key)
+
+    def _heads(self) -> tuple[int, int]:
+        """Return the range of KV heads in a stored entry."""
+        return 0, self._vllm_config.model_config.get_num_kv_heads(self._vllm_config.parallel_config)
 
     def _only_group(self) -> "KVCacheGroupSpec | None":
         """Return vLLM's one kind of blocks; None if there are several, or they belong to several workers."""
@@ -128,6 +142,9 @@ class RagKVConnector(KVConnectorBase_V1):
         return groups[0] if len(groups) == 1 and self._vllm_config.parallel_config.world_size == 1 else None
 
     # Scheduler
+
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.match(request, num_computed_tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import time
 import uuid
@@ -73,8 +74,9 @@ class Engine:
     a salt, as vLLM does.
     """
 
-    def __init__(self, llm: Any, unsupported: str | None) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, unsupported: str | None, key: str = "") -> None:
+        """key: with which requests' tasks are trusted."""
+        self._llm, self._key = llm, key
         self.unsupported = unsupported
         self.counters: Counter[str] = Counter()
         self.in_memory: set[str] = set()
@@ -108,6 +110,7 @@ class Engine:
             "store_options": dict(store_options or {}),
             "prefixes": dict(prefixes or {}),
             "fingerprint": fingerprint,
+            "key": (key := secrets.token_hex(16)),
             "kernels": config.kernels,
             "preemption": config.preemption_options(),
         }
@@ -122,7 +125,7 @@ class Engine:
             raise ModelError(f"vLLM can't load the model {model}: {error}. Try `ragkv doctor`") from error
         if unsupported and not alone:
             logger.warning("no fusion for this model, every request gets a full prefill: %s", unsupported)
-        engine = cls(llm, unsupported)
+        engine = cls(llm, unsupported, key)
         if prefixes and not unsupported:  # in whose first step the worker says that it can load them
             async for _ in engine.generate([0], max_tokens=1, salt=f"start-{uuid.uuid4().hex}"):
                 pass
@@ -158,7 +161,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": to_params(task, prefix)},
+            extra_args={"kv_transfer_params": to_params(task, prefix, self._key)},
             **{"temperature": 0.0, **sampling},
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}

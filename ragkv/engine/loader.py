@@ -111,12 +111,18 @@ class KVLoader:
         own, *means = self._keys(span)
         kv = self._get(snapshot, layer, span, own)
         if kv is not None:
-            return LoadedSpan(span, self.device_copy(own, kv.mean()))
+            return self._loaded(span, own, kv.mean())
         for key in means:
             kv = self._get(snapshot, layer, span, key)
             if kv is not None:
-                return LoadedSpan(span, self.device_copy(key, kv.alone()))
+                return self._loaded(span, key, kv.alone())
         raise BadSpanError(span, f"layer {layer} is missing")
+
+    def _loaded(self, span: Span, key: ChunkKey, kv: LayerKV) -> LoadedSpan:
+        copied = self.device_copy(key, kv)
+        if span.num_tokens:
+            copied = copied.part(span.offset, span.offset + span.end - span.start)
+        return LoadedSpan(span, copied)
 
     def stage(self, snapshot: Snapshot, spans: Iterable[Span]) -> None:
         """Start to copy to the device what the store has in memory of these spans. `device_copy.release` ends it."""
@@ -140,7 +146,8 @@ class KVLoader:
         if kv is None:
             return None
         attention = self.forward.layers[layer]
-        expected = (attention.num_kv_heads, span.end - span.start, attention.head_size)
+        num_tokens = span.num_tokens or span.end - span.start
+        expected = (attention.num_kv_heads, num_tokens, attention.head_size)
         if kv.shape != expected:
             reason = f"layer {layer} has shape {kv.shape}, expected {expected}"
             raise BadSpanError(span, reason, key)

@@ -35,11 +35,12 @@ class Preempted:
     """Knows the blocks of every running request, and what is held of those that were preempted.
 
     way: `load` holds all that fits into `limit_bytes`, `auto` only where copying takes less time than prefill. For
-    `recompute` there is none of these. block_bytes: of KV in one of vLLM's blocks of `block_size` tokens.
+    `recompute` there is none of these. block_bytes: of KV in one of vLLM's blocks of `block_size` tokens. key: the
+    engine's, with which a request is believed how long prefill takes.
     """
 
-    def __init__(self, way: Preemption, limit_bytes: int, block_size: int, block_bytes: int) -> None:
-        self._way, self._block_size, self._block_bytes = way, block_size, block_bytes
+    def __init__(self, way: Preemption, limit_bytes: int, block_size: int, block_bytes: int, key: str = "") -> None:
+        self._way, self._block_size, self._block_bytes, self._key = way, block_size, block_bytes, key
         self._left = limit_bytes // block_bytes  # blocks
         self._requests: dict[str, Request] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -97,7 +98,7 @@ class Preempted:
 
     def _pays(self, request: "Request") -> bool:
         """Return whether copying is quicker than prefill, as far as is known; for once also if that is long ago."""
-        prefill_ms = prefix_from_params(request.kv_transfer_params).prefill_ms or self.prefill.pace.ms
+        prefill_ms = prefix_from_params(request.kv_transfer_params, self._key).prefill_ms or self.prefill.pace.ms
         return not self._copies.ms or not prefill_ms or self._copies.ms < prefill_ms or self._copies.is_old
 
     def came_back(self, request_id: str, num_tokens: int, copy_ms: float) -> None:

@@ -5,6 +5,7 @@ Knows nothing about KV, stores or the model.
 """
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from ragkv.engine.finding import Finding
 from ragkv.engine.preemption import Hold, Preempted
 from ragkv.engine.prefixes import Beginnings, Prefixes, Reuse, WriteBudget
+from ragkv.engine.reuse_metrics import counts
 from ragkv.engine.task import (
     FuseTask,
     Job,
     Keep,
+    PrefixUse,
     Report,
     Span,
     Task,
+    is_trusted,
     prefix_from_params,
     report_to_params,
     task_from_params,
@@ -106,11 +111,18 @@ class SchedulerSide:
 
     Each is matched, started once it has blocks, sent to the worker with the next step, reported on, and finished. It
     may be aborted at any of these. prefixes: None stores and loads none. preempted: None leaves requests that vLLM
-    preempts to vLLM, which computes them anew.
+    preempts to vLLM, which computes them anew. finding: which requests are fused although they have no task of ours,
+    None: none. key: the engine's; a task without it isn't done, empty: no task is.
     """
 
-    def __init__(self, prefixes: PrefixRules | None = None, preempted: Preempted | None = None) -> None:
-        self._prefixes, self._preempted = prefixes, preempted
+    def __init__(
+        self,
+        prefixes: PrefixRules | None = None,
+        preempted: Preempted | None = None,
+        finding: Finding | None = None,
+        key: str = "",
+    ) -> None:
+        self._prefixes, self._preempted, self._finding, self._key = prefixes, preempted, finding, key
         self._worker_keeps = False  # until it says so
         self._generations: dict[str, int] = {}  # as requests have arrived
         self._matched: dict[str, _Match] = {}
@@ -123,6 +135,12 @@ class SchedulerSide:
         self._num_lost = 0  # prefixes that nobody was told of
         self._aborted: set[str] = set()
         self.reports: dict[str, Report] = {}
+        self._totals: Counter[str] = Counter()  # of all reports since somebody took them
+
+    def arrive(self, request: "Request") -> None:
+        """Look at a request before vLLM looks for its blocks in the prefix cache."""
+        if self._finding is not None and not is_trusted(request.kv_transfer_params, self._key):
+            self._finding.note(request)
 
     def match(self, request: "Request", num_computed: int) -> tuple[int, bool]:
         """Return how many tokens after the `num_computed` are loaded, and that loading is asynchronous.
@@ -137,7 +155,7 @@ class SchedulerSide:
             if held > num_computed:
                 self._matched[request.request_id] = _Match(held, held=held)
                 return held - num_computed, True
-        task = task_from_params(request.kv_transfer_params)
+        task = self._task(request)
         report = self.reports.get(request.request_id)
         if report is not None and report.failed:
             return 0, False
@@ -154,15 +172,32 @@ class SchedulerSide:
         self._matched[request.request_id] = _Match(end, task, stored)
         return end - num_computed, True
 
+    def _task(self, request: "Request") -> Task | None:
+        task = task_from_params(request.kv_transfer_params, self._key)
+        return self._finding.task(request.request_id) if task is None and self._finding is not None else task
+
+    def _prefix_use(self, request: "Request") -> PrefixUse:
+        return prefix_from_params(request.kv_transfer_params, self._key)
+
+    def _beginnings(self, request: "Request", block_size: int) -> Beginnings:
+        """Return the names of a request's beginnings, without tails if it has more than its tokens, such as images, or
+        a tail's name might not say that there is fused KV in it."""
+        is_fused = self._finding is not None and self._finding.task(request.request_id) is not None
+        has_tails = not request.mm_features and request.prompt_embeds is None and not is_fused
+        extra_keys, _ = generate_block_hash_extra_keys(request, 0, 1, 0) if has_tails else (None, 0)
+        return Beginnings(request.block_hashes, request.all_token_ids if has_tails else (), block_size, extra_keys)
+
     def _find_stored(self, request: "Request", task: Task | None, num_computed: int) -> tuple[Span, ...]:
         if self._prefixes is None or not self._worker_keeps or not isinstance(task, FuseTask | None):
             return ()
-        stored, use = self._prefixes.stored, prefix_from_params(request.kv_transfer_params)
+        if request.skip_reading_prefix_cache:  # it wants the log-probabilities of its prompt, say
+            return ()
+        stored, use = self._prefixes.stored, self._prefix_use(request)
         try:
             self._generations.setdefault(request.request_id, stored.generation())
             if not stored.pays(use.prefill_ms):
                 return ()
-            return stored.find(_beginnings(request, stored.block_size), num_computed, request.num_tokens - 1)
+            return stored.find(self._beginnings(request, stored.block_size), num_computed, request.num_tokens - 1)
         except OSError as error:
             logger.warning("stored prefixes can't be looked up: %s", error)
             self._generations.pop(request.request_id, None)
@@ -206,6 +241,12 @@ class SchedulerSide:
                 self._resumed[id] = self._resumed.get(id, 0) + report.tokens.exact
             else:
                 self.reports[id] = report
+                self._totals += counts(report)
+
+    def take_totals(self) -> Counter[str]:
+        """Return what requests have reused since the last call, as `ragkv.engine.reuse_metrics` counts it."""
+        totals, self._totals = self._totals, Counter()
+        return totals
 
     def save(self, request: "Request", block_ids: list[int]) -> bool:
         """Have a finished request's blocks stored, as far as that pays. Returns whether vLLM is to keep them meanwhile.
@@ -215,9 +256,9 @@ class SchedulerSide:
         generation = self._generations.pop(request.request_id, None)
         if self._prefixes is None or generation is None:
             return False
-        use, stored = prefix_from_params(request.kv_transfer_params), self._prefixes.stored
+        use, stored = self._prefix_use(request), self._prefixes.stored
         num_computed = min(request.num_computed_tokens, request.num_tokens - 1, len(block_ids) * stored.block_size)
-        beginnings = _beginnings(request, stored.block_size)
+        beginnings = self._beginnings(request, stored.block_size)
         num_tokens = self._prefixes.reuse.worth(use.keep, beginnings, request.num_prompt_tokens, num_computed)
         try:
             spans = stored.missing(beginnings, num_tokens)
@@ -246,12 +287,7 @@ class SchedulerSide:
             self._aborted.add(request_id)
         if self._preempted is not None:
             self._preempted.forget(request_id)
+        if self._finding is not None:
+            self._finding.forget(request_id)
         num_lost, self._num_lost = self._num_lost, 0
         return report_to_params(self.reports.pop(request_id, None), self._resumed.pop(request_id, 0), num_lost)
-
-
-def _beginnings(request: "Request", block_size: int) -> Beginnings:
-    """Return the names of a request's beginnings, without tails if it has more than its tokens, such as images."""
-    is_text = not request.mm_features and request.prompt_embeds is None
-    extra_keys, _ = generate_block_hash_extra_keys(request, 0, 1, 0) if is_text else (None, 0)
-    return Beginnings(request.block_hashes, request.all_token_ids if is_text else (), block_size, extra_keys)

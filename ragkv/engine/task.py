@@ -1,13 +1,16 @@
 """What travels between the caller, vLLM's scheduler and its worker: one request's work, as plain data."""
 
+import hmac
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from ragkv.errors import ConfigError
 from ragkv.policies import Policy
 
 TASK_KEY, REPORT_KEY, PREFIX_KEY = "ragkv_task", "ragkv_report", "ragkv_prefix"  # in a request's `kv_transfer_params`
+KEY_KEY, POLICY_KEY = "ragkv_key", "policy"
 RESUMED_KEY, LOST_KEY = "ragkv_resumed", "ragkv_lost"
 ROOT_HASH = "0" * 32  # the anchor of an anchor: nothing stands before it
 Keep = Literal["session", "shared", "once"]
@@ -23,7 +26,8 @@ class Span:
     """Prompt tokens `[start, end)` that are one chunk, precomputed after the tokens of `anchor_hash`.
 
     mean_hash: what names the chunk's mean in place of the anchor. Where the store has no entry of its own for this KV,
-    the mean's may have the difference.
+    the mean's may have the difference. offset, num_tokens: they are its tokens from `offset` on, of `num_tokens`; 0:
+    all that it has.
     """
 
     start: int
@@ -31,6 +35,8 @@ class Span:
     chunk_hash: str
     anchor_hash: str
     mean_hash: str = ""
+    offset: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,20 +228,50 @@ _TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind
 _REPORT = TypeAdapter(Report)
 
 
-def to_params(task: Task | None, prefix: PrefixUse) -> dict[str, Any]:
-    """Return what a request asks of the connector as its `kv_transfer_params`: plain data."""
-    params = {PREFIX_KEY: _PREFIX_USE.dump_python(prefix)}
+def to_params(task: Task | None, prefix: PrefixUse, key: str) -> dict[str, Any]:
+    """Return what a request asks of the connector as its `kv_transfer_params`: plain data. key: the engine's."""
+    params = {PREFIX_KEY: _PREFIX_USE.dump_python(prefix), KEY_KEY: key}
     return params if task is None else {**params, TASK_KEY: _TASK.dump_python(task)}
 
 
-def prefix_from_params(params: dict[str, Any] | None) -> PrefixUse:
-    """Return how a request uses prefixes, by its `kv_transfer_params`; the default where they don't say."""
-    return _PREFIX_USE.validate_python(params[PREFIX_KEY]) if params and PREFIX_KEY in params else PrefixUse()
+def is_trusted(params: dict[str, Any] | None, key: str) -> bool:
+    """Return whether a request's `kv_transfer_params` have the engine's key: its task may read and write KV."""
+    given = params.get(KEY_KEY) if params else None
+    return bool(key) and isinstance(given, str) and hmac.compare_digest(given.encode(), key.encode())
 
 
-def task_from_params(params: dict[str, Any] | None) -> Task | None:
-    """Return the task in a request's `kv_transfer_params`, None for a request that isn't ours."""
-    return _TASK.validate_python(params[TASK_KEY]) if params and TASK_KEY in params else None
+def prefix_from_params(params: dict[str, Any] | None, key: str) -> PrefixUse:
+    """Return how a request uses prefixes, by its `kv_transfer_params`; the default where they don't say.
+
+    Without the engine's key a client may ask for `session` and `once`, not for what others pay for.
+    """
+    given = params.get(PREFIX_KEY) if params else None
+    if given is None:
+        return PrefixUse()
+    if is_trusted(params, key):
+        return _PREFIX_USE.validate_python(given)
+    keep = given.get("keep") if isinstance(given, dict) else given
+    return PrefixUse(keep) if keep in ("session", "once") else PrefixUse()
+
+
+def task_from_params(params: dict[str, Any] | None, key: str) -> Task | None:
+    """Return the task in a request's `kv_transfer_params`, None for one that has none, or not the engine's key."""
+    if not params or TASK_KEY not in params or not is_trusted(params, key):
+        return None
+    return _TASK.validate_python(params[TASK_KEY])
+
+
+def policy_from_params(params: dict[str, Any] | None) -> Policy | None:
+    """Return the policy that a client names in its `kv_transfer_params`, as `{"policy": "none"}`; None if it doesn't.
+
+    Raises ConfigError for one that is none.
+    """
+    given = params.get(POLICY_KEY) if params else None
+    if given is None:
+        return None
+    if not isinstance(given, str):
+        raise ConfigError(f"a policy is a text such as 'none' or 'guided:0.05', not {given!r}")
+    return Policy.parse(given)
 
 
 def report_to_params(report: Report | None, num_resumed: int = 0, num_lost: int = 0) -> dict[str, Any] | None:

@@ -58,6 +58,8 @@ def test_a_record_gives_both_kv_back(codec):
         assert found.alone().v_std is None and found.mean().difference is None
         for part, whole in zip(found.decoded(torch.tensor([7, 0])), found.alone().decoded(), strict=True):
             assert torch.equal(part, whole[:, [7, 0]])
+        for part, whole in zip(found.part(3, 9).decoded(), found.alone().decoded(), strict=True):
+            assert torch.equal(part, whole[:, 3:9])
 
 
 def test_equal_kv_makes_a_difference_of_nothing():

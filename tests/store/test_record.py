@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ragkv.store.codecs import CODECS
 from ragkv.store.record import CorruptRecordError, LayerKV, decode, encode
 
 KV = LayerKV(torch.randn(2, 3, 4), torch.randn(2, 3, 4), base_position=11)
@@ -31,3 +32,15 @@ def test_non_contiguous_tensors_are_stored_in_order():
     k = torch.arange(24.0).view(3, 2, 4).transpose(0, 1)
     found = decode(KEY, encode(KEY, LayerKV(k, k, 0)))
     assert torch.equal(found.k, k)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
+def test_a_part_has_the_kv_of_its_tokens(codec):
+    kv = LayerKV(torch.randn(2, 30, 8), torch.randn(2, 30, 8), base_position=11, v_std=torch.rand(30))
+    stored = decode(KEY, encode(KEY, kv, CODECS[codec]))
+    part = stored.part(5, 21)
+    assert part.shape == (2, 16, 8) and part.base_position == 16
+    assert torch.equal(part.v_std, kv.v_std[5:21])
+    for mine, whole in zip(part.decoded(), stored.decoded(), strict=True):
+        assert torch.equal(mine, whole[:, 5:21])
+    assert all(x.is_contiguous() for x in (part.k, part.v, part.v_scale, part.v_low) if x is not None)
