@@ -13,6 +13,7 @@ from typing import Any
 from ragkv import models
 from ragkv.chunk_kv import ChunkKV
 from ragkv.config import MAIN
+from ragkv.engine.attached import Attached
 from ragkv.engine.connector import RagKVConnector
 from ragkv.engine.finding import Finding
 from ragkv.engine.reuse_metrics import ReuseMetrics, ReuseStats
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 class RagKV(RagKVConnector):
     """The connector for plain vLLM. Where it can't work with the home, vLLM serves as ever; the log says why, once."""
 
+    _problem: str | None = "no worker has attached to its model"
+    _chunks: "StoredChunks | None" = None  # on the scheduler's side
+
     def _options(self) -> dict[str, Any]:
         extra, model = super()._options(), self._vllm_config.model_config
         try:
@@ -47,11 +51,20 @@ class RagKV(RagKVConnector):
         if not self._extra:
             return None
         try:
-            find = StoredChunks(self._extra, self._heads())
+            self._chunks = StoredChunks(self._extra, self._heads())
         except RagKVError as error:
             logger.warning("no chunk will be found in prompts: %s", error)
             return None
-        return Finding(find, Policy.parse(self._extra["policy"]), self._block_size())
+        return Finding(self._find, Policy.parse(self._extra["policy"]), self._block_size())
+
+    def _find(self, token_ids: Sequence[int], salt: str | None) -> tuple[Span, ...]:
+        """Find chunks if all workers can fuse them: a request that waits for one that can't would wait forever."""
+        return self._chunks(token_ids, salt) if self._problem is None and self._chunks is not None else ()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Take what each worker says before the first request."""
+        problems = [each.problem for each in metadata.values() if isinstance(each, Attached)]
+        self._problem = next((problem for problem in problems if problem), None) if problems else self._problem
 
     def _block_size(self) -> int:
         """Return how many tokens a block has that vLLM gives a name to."""
@@ -76,8 +89,12 @@ class RagKV(RagKVConnector):
             return
         runner = _caller_with("get_model")
         why = "vLLM's runner has no model" if runner is None else self.attach(runner.get_model(), runner.device)
+        self._problem = why
         if why:
             logger.warning("no fusion for this model, vLLM serves as ever: %s", why)
+
+    def get_handshake_metadata(self) -> Attached:
+        return Attached(self._problem)
 
 
 class StoredChunks:
