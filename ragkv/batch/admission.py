@@ -23,8 +23,9 @@ class Request(Protocol):
 class Admission:
     """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
 
-    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with its limit,
-    or once so many are known, with the longest of the last ones.
+    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with half of its
+    limit, or once so many are known, with half of the longest of the last ones: running answers are at different points
+    of theirs, and what vLLM preempts at times, because they aren't, comes back with its KV.
     """
 
     capacity: int
@@ -42,7 +43,8 @@ class Admission:
         """Return how many tokens the request shares with nobody."""
         item, shared = work.item, sum(size for _, size in work.item.parts) if work.is_exact else 0
         is_known = len(self._lengths) == _REMEMBERED
-        return item.num_tokens - shared + min(item.max_tokens, max(self._lengths) if is_known else item.max_tokens)
+        longest = min(item.max_tokens, max(self._lengths)) if is_known else item.max_tokens
+        return item.num_tokens - shared + (longest + 1) // 2
 
     def start(self, work: Request) -> int:
         """Count the request in. Returns what `end` is to be told."""
