@@ -23,9 +23,9 @@ class Request(Protocol):
 class Admission:
     """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
 
-    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with half of its
-    limit, or once so many are known, with half of the longest of the last ones: running answers are at different points
-    of theirs, and what vLLM preempts at times, because they aren't, comes back with its KV.
+    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with half of
+    its limit, or once so many are known, with half of the longest of the last ones: running answers are at different
+    points of theirs, and what vLLM preempts at times, because they aren't, comes back with its KV.
     """
 
     capacity: int
