@@ -146,6 +146,7 @@ def test_a_fault_of_ours_leaves_a_request_to_vllm(engine, hasher):
     prompt = [*range(40), *CHUNK, *[7] * 30]
     request, task = engine.ask(prompt)
     assert task is None and request.block_hashes == engine.exact(prompt)
+    assert engine.side.take_totals()["failed_requests"] == 1
 
 
 @pytest.mark.parametrize("policy", ["fastest", 3, "guided:-1", None, {"a": 1}])

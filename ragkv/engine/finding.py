@@ -52,13 +52,18 @@ class Finding:
         # by the policy and the exact name of the last full block
         self._continued: OrderedDict[tuple[str, bytes], list[_Fused]] = OrderedDict()
 
-    def note(self, request: "Request") -> None:
-        """Look for chunks in a new request, and name its blocks accordingly. Any fault of ours leaves it to vLLM."""
+    def note(self, request: "Request") -> bool:
+        """Look for chunks in a new request, and name its blocks accordingly.
+
+        Returns whether that went well: any fault of ours leaves the request to vLLM.
+        """
         try:
             self._note(request)
         except Exception:
             logger.exception("no chunks are looked for in request %s", request.request_id)
             self._tasks.pop(request.request_id, None)
+            return False
+        return True
 
     def task(self, request_id: str) -> FuseTask | None:
         return self._tasks.get(request_id)
@@ -122,7 +127,8 @@ class Finding:
 def _may_be_fused(request: "Request") -> bool:
     """Return whether the KV of a request's prompt depends on its tokens only, and isn't asked for as such."""
     has_more = request.mm_features or request.prompt_embeds is not None or request.lora_request is not None
-    return not (has_more or request.pooling_params is not None or request.skip_reading_prefix_cache)
+    is_asked_for = request.pooling_params is not None or request.skip_reading_prefix_cache
+    return not (has_more or is_asked_for or request.resumable)  # of the last the client may send more later
 
 
 def _until(end: int, spans: Sequence[Span]) -> list[Span]:

@@ -140,7 +140,7 @@ class SchedulerSide:
     def arrive(self, request: "Request") -> None:
         """Look at a request before vLLM looks for its blocks in the prefix cache."""
         if self._finding is not None and not is_trusted(request.kv_transfer_params, self._key):
-            self._finding.note(request)
+            self._totals["failed_requests"] += not self._finding.note(request)
 
     def match(self, request: "Request", num_computed: int) -> tuple[int, bool]:
         """Return how many tokens after the `num_computed` are loaded, and that loading is asynchronous.
