@@ -21,8 +21,6 @@ from ragkv.engine.task import (
     FuseTask,
     Job,
     Keep,
-    MeanTask,
-    PrecomputeTask,
     PrefixUse,
     Report,
     Span,
@@ -243,8 +241,7 @@ class SchedulerSide:
                 self._resumed[id] = self._resumed.get(id, 0) + report.tokens.exact
             else:
                 self.reports[id] = report
-                if not isinstance(job.task, PrecomputeTask | MeanTask):  # those are our own
-                    self._totals += counts(report)
+                self._totals += counts(report)
 
     def take_totals(self) -> Counter[str]:
         """Return what requests have reused since the last call, as `ragkv.engine.reuse_metrics` counts it."""
