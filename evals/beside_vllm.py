@@ -16,6 +16,7 @@ from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask, Keep, PrefixUse
 from ragkv.errors import ModelError
 from ragkv.evals import lmcache
+from ragkv.policies import Policy
 
 _BLOCK_TOKENS = 128  # of vLLM's blocks on CPU
 RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
@@ -102,6 +103,11 @@ def in_turn(engines: Iterable[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
+def parts(count: int, size: int) -> list[range]:
+    """Return the numbers below `count` in ranges of so many, the last of what is left."""
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 async def ask(
     engine: Engine,
     token_ids: list[int],
@@ -109,11 +115,12 @@ async def ask(
     keep: Keep | None = None,
     salt: str | None = None,
     task: FuseTask | None = None,
+    policy: Policy | None = None,
 ) -> Timed:
-    """Ask greedily, and don't stop before `max_tokens`."""
+    """Ask greedily, and don't stop before `max_tokens`. policy: of plain vLLM with the connector."""
     begin, report, tokens, cached, times = time.perf_counter(), None, list[int](), 0, list[float]()
     outputs = engine.generate(
-        token_ids, task, max_tokens=max_tokens, salt=salt, prefix=PrefixUse(keep), ignore_eos=True
+        token_ids, task, max_tokens=max_tokens, salt=salt, prefix=PrefixUse(keep), policy=policy, ignore_eos=True
     )
     async for output in outputs:
         times.append(time.perf_counter())

@@ -41,6 +41,12 @@ CASES = (
         None,
     ),
     Case("find", "Chunks found in prompts' tokens", "", "--tokens 2048,32768 --chunks 10000 --repeats 5"),
+    Case(
+        "learn",
+        "Plain vLLM that learns passages from prompts",
+        "--requests 60",
+        "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
+    ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
     Case(
         "simulate",
@@ -147,6 +153,7 @@ CASES = (
         "--data {data} --conversations 20 --users 8 --turns 3 --tokens 8 --damages 5",
         None,
     ),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 100", None),
     Case("uploads", "While a large file is indexed", "--mib 2", None),
     Case("stalls", "While large requests come in", "", None),
     Case("soak", "A server under mixed traffic", "--seconds 120", None),

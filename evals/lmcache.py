@@ -46,14 +46,12 @@ async def server(log: Path) -> AsyncGenerator[dict[str, Any]]:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
         await _until_listening(process, ports[0], log)
-        from vllm.config import KVTransferConfig
-
         yield {
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="LMCacheMPConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": ports[0]},
-            )
+            "kv_transfer_config": {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": ports[0]},
+            }
         }
     finally:
         process.terminate()

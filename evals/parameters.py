@@ -82,6 +82,9 @@ class Quality:
     ttft_examples: int = option("On how many examples times are taken.", 10, least=0)
     out: Path | None = option("Results by example; a run continues from what it holds.", None)
     estimate: bool = option("Also estimate the drift, as the quality target does, and rank it beside the truth.", False)
+    beginning: str | None = option(
+        "Instruction of the prompts; chunks are precomputed after the dataset's own, as for anybody's vLLM.", None
+    )
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,17 @@ class Find:
     chunks: tuple[int, ...] = option("How many chunks there are.", "10000,1000000", parse=whole_numbers)
     chunk_tokens: int = option("Tokens of a chunk.", 256, least=16)
     repeats: int = option("Measurements of which each median is taken.", 30, least=1)
+
+
+@dataclass(frozen=True)
+class Learn:
+    """Plain vLLM with passages that recur: TTFT as they are learnt, next to vLLM alone."""
+
+    tokens: int = option("Tokens of a prompt.", 4096, least=600)
+    passages: int = option("How many passages there are.", 40, least=1)
+    requests: int = option("How many requests.", 60, least=1)
+    zipf: float = option("By how much the passages' frequencies fall: the exponent.", 1.0)
+    pause_s: float = option("Between two requests, in seconds.", 4.0)
 
 
 @dataclass(frozen=True)
@@ -257,6 +271,17 @@ class Survival:
     damages: int = option("How often stored KV is damaged in each way.", 100, least=0)
     kinds: tuple[str, ...] = option("In which ways.", ",".join(DAMAGES), parse=_damages)
     seed: int = option("Of the moments and the damages.", 0, least=0)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Whether random prompts of plain vLLM with the connector get vLLM's own tokens, but for those that are fused."""
+
+    requests: int = option("How many.", 500, least=1)
+    at_once: int = option("Asked at a time.", 8, least=1)
+    tokens: int = option("Of an answer.", 32, least=1)
+    kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 3072, least=2048)
+    seed: int = option("Of the prompts.", 0, least=0)
 
 
 @dataclass(frozen=True)

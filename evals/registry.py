@@ -14,9 +14,11 @@ from ragkv.evals.parameters import (
     Churn,
     Faults,
     Find,
+    Learn,
     Load,
     Preempted,
     Pressure,
+    Prompts,
     Quality,
     Rag,
     Retrieval,
@@ -41,6 +43,7 @@ EXPERIMENTS = (
     ),
     Experiment("cache", Cache, f"{_WORKLOADS}.cache", tables.cache),
     Experiment("find", Find, f"{_WORKLOADS}.find", tables.find),
+    Experiment("learn", Learn, f"{_WORKLOADS}.learn", tables.learn, VLLM),
     Experiment("simulate", Simulate, f"{_WORKLOADS}.simulate", tables.simulate, VLLM[:-1]),
     Experiment("swap", Swap, f"{_WORKLOADS}.swap", tables.swap, VLLM, draws=True),
     Experiment("timeline", Timeline, f"{_WORKLOADS}.timeline", tables.timeline, VLLM),
@@ -56,6 +59,7 @@ EXPERIMENTS = (
     Experiment(
         "survival", Survival, f"{_ROBUSTNESS}.survival", robustness.faults, VLLM, fails=lambda row: row["failed"]
     ),
+    Experiment("prompts", Prompts, f"{_ROBUSTNESS}.prompts", robustness.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("preempted", Preempted, f"{_WORKLOADS}.preempted", tables.preempted, VLLM),
     Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),

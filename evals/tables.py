@@ -77,6 +77,17 @@ def find(rows: Sequence[Row]) -> None:
     out.print(table)
 
 
+def learn(rows: Sequence[Row]) -> None:
+    table = Table(title="TTFT of plain vLLM that learns passages, and of vLLM alone", title_justify="left", box=None)
+    for column in ("requests", "tokens", "learnt", "reused, %", "TTFT, ms", "vLLM alone, ms", "as fast"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        numbers = (f"{row['first']}-{row['last']}", f"{row['prompt_tokens']:,}", f"{row['learnt']:,}")
+        times = (f"{row['ragkv_ttft_ms']:,.0f}", f"{row['vllm_ttft_ms']:,.0f}", f"{row['speedup']:.1f}×")
+        table.add_row(*numbers, f"{100 * row['reused_share']:.0f}", *times)
+    out.print(table)
+
+
 def simulate(rows: Sequence[Row]) -> None:
     title = "Simulated: where chunks' tokens are found, %; TTFT in ms; GiB read meanwhile, and held by all in the end"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))

@@ -197,11 +197,12 @@ class ChunkKV:
                     [span for span in context if self.is_stored(span, store)]
                     for context in contexts.get(chunk_hash, ())
                 ]
-                means.append((self._mean_task(alone, stored, engine), tokens))
+                means.append((self.mean_task(alone, stored, engine.max_model_len), tokens))
         await _run_all(run(task, tokens) for task, tokens in means)
 
-    def _mean_task(self, alone: Span, contexts: Sequence[Sequence[Span]], engine: Engine) -> MeanTask:
-        room = engine.max_model_len - (alone.end - alone.start) - 2  # tokens at the end that vLLM itself computes
+    def mean_task(self, alone: Span, contexts: Sequence[Sequence[Span]], max_model_len: int) -> MeanTask:
+        """Return the task that averages a chunk over contexts whose KV is stored. max_model_len: of the engine."""
+        room = max_model_len - (alone.end - alone.start) - 2  # tokens at the end that vLLM itself computes
         placed = dict.fromkeys(self._placed(context, room) for context in contexts)
         usable = [context for context in placed if context][: self.num_contexts - 1]
         return MeanTask(self.anchor_span, alone, self.averaged(alone), tuple(usable))

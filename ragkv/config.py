@@ -175,6 +175,19 @@ class AnswerConfig(Section):
     estimate. Default: no estimate"""
 
 
+class LearningConfig(Section):
+    """Learning passages from the prompts of anybody's `vllm serve` ([how](plain-vllm.md#learning-from-prompts))."""
+
+    on: bool = False
+    """Precompute passages that recur in several contexts, in idle time, and reuse their KV from then on"""
+    min_tokens: int = Field(64, ge=32, description="Shortest passage that is learnt, in tokens")
+    max_tokens: int = Field(512, ge=64, le=8192)
+    """Longest passage, in tokens; of longer ones the parts are learnt"""
+    tokens_per_hour: int = Field(1_000_000, ge=0)
+    """How many tokens of passages are learnt in an hour at most, so that neither processor nor disk is worn out. 0:
+    nothing new is learnt, and what was learnt is reused"""
+
+
 class CanaryConfig(Section):
     """Comparing answers with those of full prefill, in idle time."""
 
@@ -251,6 +264,7 @@ class Config(BaseSettings):
     retrieval: RetrievalConfig = RetrievalConfig()
     answer: AnswerConfig = AnswerConfig()
     canary: CanaryConfig = CanaryConfig()
+    learning: LearningConfig = LearningConfig()
     server: ServerConfig = ServerConfig()
     front: FrontConfig = FrontConfig()
     tenants: dict[Annotated[str, Field(pattern=TENANT_NAME)], TenantConfig] = {}

@@ -29,7 +29,10 @@ _MODEL_SETTING, _EMBEDDER_SETTING = "model", "embedder"
 
 @dataclass(frozen=True)
 class Owner:
-    """The models that a home was indexed with. Chunks are cut by the generator's tokens, vectors are the embedder's."""
+    """The models that a home was indexed with. Chunks are cut by the generator's tokens, vectors are the embedder's.
+
+    embedder: empty where chunks have no vectors, as passages that were learnt.
+    """
 
     model: str
     fingerprint: str
@@ -123,7 +126,7 @@ class Home:
                     f"{where} was indexed with the model {name} (fingerprint {indexed[:8]}), not with {owner.model} "
                     f"(fingerprint {owner.fingerprint[:8]}). {remedy}"
                 )
-            if embedder != owner.embedder:
+            if embedder and embedder != owner.embedder:
                 raise StoreError(f"{where} was indexed with the embedder {embedder}, not {owner.embedder}. {remedy}")
 
     def fingerprint(self) -> str | None:

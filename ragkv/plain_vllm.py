@@ -1,30 +1,29 @@
 """ragkv in anybody's `vllm serve`: the connector that vLLM loads by its configuration (`ragkv.vllm_config`).
 
 Nothing else of ragkv runs there: what clients send goes to vLLM's own server, with prompts of their own. The connector
-finds the home's chunks in them.
+finds the home's chunks in them, and, if it is to, learns what recurs.
 """
 
 import logging
-import sys
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ragkv import models
-from ragkv.chunk_kv import ChunkKV
-from ragkv.config import MAIN
+from ragkv.config import LearningConfig
 from ragkv.engine.attached import Attached
+from ragkv.engine.callers import caller_with
 from ragkv.engine.connector import RagKVConnector
-from ragkv.engine.finding import Finding
+from ragkv.engine.finding import Finding, may_be_fused
+from ragkv.engine.own_requests import OwnRequests
 from ragkv.engine.reuse_metrics import ReuseMetrics, ReuseStats
 from ragkv.engine.task import Span
 from ragkv.errors import RagKVError
-from ragkv.home import NUM_CONTEXTS_SETTING, Home
+from ragkv.home import Home
+from ragkv.learning import Learner
 from ragkv.policies import Policy
-from ragkv.prompt import PromptLayout
-from ragkv.retriever.tokens import TokenIndex
-from ragkv.store.entries import EntryFolder
-from ragkv.store.record import FORMAT_VERSION
+from ragkv.stored_chunks import StoredChunks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,9 @@ class RagKV(RagKVConnector):
     """The connector for plain vLLM. Where it can't work with the home, vLLM serves as ever; the log says why, once."""
 
     _problem: str | None = "no worker has attached to its model"
-    _chunks: "StoredChunks | None" = None  # on the scheduler's side
+    _chunks: StoredChunks | None = None  # on the scheduler's side, as the next two
+    _learner: Learner | None = None
+    _own: OwnRequests | None = None
 
     def _options(self) -> dict[str, Any]:
         extra, model = super()._options(), self._vllm_config.model_config
@@ -45,21 +46,58 @@ class RagKV(RagKVConnector):
         except (RagKVError, KeyError) as error:
             logger.warning("ragkv does nothing, vLLM serves as ever: %s", error)
             return {}
-        return {**extra, "folder": str(folder), "fingerprint": fingerprint}
+        return {**extra, "folder": str(folder), "fingerprint": fingerprint, "key": secrets.token_hex(16)}
 
     def _finding(self) -> Finding | None:
         if not self._extra:
             return None
         try:
-            self._chunks = StoredChunks(self._extra, self._heads())
+            self._chunks = self._open_chunks()
         except RagKVError as error:
             logger.warning("no chunk will be found in prompts: %s", error)
             return None
         return Finding(self._find, Policy.parse(self._extra["policy"]), self._block_size())
 
+    def _open_chunks(self) -> StoredChunks:
+        """Open the home's chunks, and learn, if that is wanted. Raises RagKVError if the home can't be used."""
+        extra, learning = self._extra, LearningConfig(**self._extra["learning"])
+        chunks = StoredChunks(
+            Home(Path(extra["home"])),
+            Path(extra["folder"]),
+            extra["fingerprint"],
+            self._heads(),
+            extra["num_contexts"],
+            joins=bool(extra["joins"]),
+            learns=learning.on,
+        )
+        if learning.on:
+            self._own = OwnRequests(extra["key"])
+            max_model_len = self._vllm_config.model_config.max_model_len
+            self._learner = Learner(learning, chunks, self._own.submit, max_model_len)
+        return chunks
+
     def _find(self, token_ids: Sequence[int], salt: str | None) -> tuple[Span, ...]:
         """Find chunks if all workers can fuse them: a request that waits for one that can't would wait forever."""
-        return self._chunks(token_ids, salt) if self._problem is None and self._chunks is not None else ()
+        return self._chunks.find(token_ids, salt) if self._problem is None and self._chunks is not None else ()
+
+    def on_new_request(self, request: Any) -> None:
+        if self._learner is not None and self._own is not None and not self._own.is_own(request.request_id):
+            self._own.note(request)
+            counts = self._problem is None and may_be_fused(request)
+            token_ids = request.prompt_token_ids or [] if counts else []
+            self._learner.arrived(request.request_id, token_ids, request.cache_salt)
+        super().on_new_request(request)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        id = request.request_id
+        report, result = self._scheduler.reports.get(id), super().request_finished(request, block_ids)
+        if self._learner is not None and self._own is not None:
+            try:
+                self._learner.computed(report) if self._own.is_own(id) else self._learner.finished(id)
+            except Exception:  # a fault of ours costs speed
+                logger.exception("nothing is learnt any more")
+                self._learner = None
+        return result
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take what each worker says before the first request."""
@@ -87,7 +125,7 @@ class RagKV(RagKVConnector):
         """Attach to the model, which vLLM doesn't hand over: its runner, which calls this, has it."""
         if not self._extra:
             return
-        runner = _caller_with("get_model")
+        runner = caller_with("get_model")
         why = "vLLM's runner has no model" if runner is None else self.attach(runner.get_model(), runner.device)
         self._problem = why
         if why:
@@ -95,42 +133,3 @@ class RagKV(RagKVConnector):
 
     def get_handshake_metadata(self) -> Attached:
         return Attached(self._problem)
-
-
-class StoredChunks:
-    """Finds the chunks of a home's documents in prompts, as far as their KV is stored.
-
-    extra: of the connector. heads: the range of KV heads in an entry. Raises RagKVError if the home can't be used.
-    """
-
-    def __init__(self, extra: dict[str, Any], heads: tuple[int, int]) -> None:
-        home = Home(Path(extra["home"]))
-        self._catalog = home.open_catalog(MAIN)
-        self._index = TokenIndex(self._catalog)
-        self._entries = EntryFolder(home.kv / f"v{FORMAT_VERSION}")
-        self._anchor = PromptLayout(Path(extra["folder"])).anchor
-        self._fingerprint, self._heads, self._joins = extra["fingerprint"], heads, bool(extra["joins"])
-        self._index.sync()
-        self._kv = self._chunk_kv()
-
-    def __call__(self, token_ids: Sequence[int], salt: str | None) -> tuple[Span, ...]:
-        if salt is not None:  # whose requests are told apart: the documents are everybody's
-            return ()
-        if self._index.sync():
-            self._kv = self._chunk_kv()
-        found = self._index.search(token_ids)
-        return tuple(span for span in self._kv.found(token_ids, found) if self._kv.is_stored(span, self._entries))
-
-    def _chunk_kv(self) -> ChunkKV:
-        num_contexts = int(self._catalog.get_setting(NUM_CONTEXTS_SETTING) or 1)
-        return ChunkKV(self._anchor, self._fingerprint, self._heads, num_contexts, joins=self._joins)
-
-
-def _caller_with(attribute: str) -> Any:
-    """Return the nearest object, among those whose methods have called us, that has an attribute."""
-    frame = sys._getframe(1)
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        caller = frame.f_locals.get("self")
-        if caller is not None and hasattr(caller, attribute):
-            return caller
-    return None

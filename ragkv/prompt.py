@@ -131,6 +131,9 @@ class PromptLayout:
         texts: list[str] = self._tokenizer.batch_decode([[id] for id in token_ids])
         return texts
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Return a conversation for the model itself, without documents, as its chat template has it.
 

@@ -22,6 +22,8 @@ def configuration(config: Config) -> dict[str, Any]:
         "kernels": model.kernels,
         "preemption": model.preemption_options(),
         "joins": config.store.joins,
+        "num_contexts": config.index.num_contexts,
+        "learning": config.learning.model_dump(),
         "policy": Policy.of(config.answer.policy, config.answer.budget).label,
     }
     connector = {

@@ -25,7 +25,7 @@ _MOST_COMPARED, _FEW_COMPARED = 8, 1 << 16  # tokens compared for each of the pr
 _RECENT, _RECENT_AFTER_SYNC = 1 / 8, 1 / 64
 
 Tokens = npt.NDArray[np.int32]
-_Hashes = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
 
 
 class ChunkTokens(Protocol):
@@ -105,7 +105,7 @@ class TokenIndex:
         hashes = window_hashes(prompt)
         bits = _bits(hashes)
         hits = [hit for windows in (self._windows, self._recent) for hit in windows.find(hashes, bits)]
-        return _apart(self._compared(prompt, hits)) if hits else []
+        return apart(self._compared(prompt, hits)) if hits else []
 
     def _compared(self, prompt: Tokens, hits: list[tuple[int, int, int]]) -> list[FoundChunk]:
         """Return the runs of tokens that are a chunk's.
@@ -136,14 +136,14 @@ class _Windows:
 
     def __init__(
         self,
-        hashes: _Hashes | None = None,
+        hashes: Hashes | None = None,
         ids: npt.NDArray[np.int64] | None = None,
         offsets: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """hashes, ids, offsets: `[m]`, in any order."""
         hashes = np.empty(0, np.uint64) if hashes is None else hashes
         order = np.argsort(hashes, kind="stable")
-        self._hashes: _Hashes = hashes[order]
+        self._hashes: Hashes = hashes[order]
         self._ids = np.empty(0, np.int64) if ids is None else ids[order]
         self._offsets = np.empty(0, np.int32) if offsets is None else offsets[order]
         bits = max(10, (len(hashes) // _WINDOWS_A_WORD).bit_length())
@@ -175,7 +175,7 @@ class _Windows:
             np.concatenate([self._offsets, other._offsets]),
         )
 
-    def find(self, hashes: _Hashes, bits: _Hashes) -> list[tuple[int, int, int]]:
+    def find(self, hashes: Hashes, bits: Hashes) -> list[tuple[int, int, int]]:
         """Return (position, chunk's id, offset in the chunk) of each of a prompt's windows that is here.
 
         bits: of the windows' hashes.
@@ -197,7 +197,7 @@ def as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.frombuffer(array("i", token_ids), np.int32)
 
 
-def window_hashes(tokens: Tokens) -> _Hashes:
+def window_hashes(tokens: Tokens) -> Hashes:
     """Return the hash of each window of `[..., n]` tokens, `[..., n - WINDOW + 1]`: of a polynomial modulo 2^64."""
     hashes, base, width = tokens.astype(np.uint64) + np.uint64(1), _BASE, 1
     while width < WINDOW:
@@ -208,7 +208,7 @@ def window_hashes(tokens: Tokens) -> _Hashes:
     return hashes
 
 
-def _bits(hashes: _Hashes) -> _Hashes:
+def _bits(hashes: Hashes) -> Hashes:
     """Return which bits of a word of the filter each hash sets: up to three, by its lowest bits."""
     one, mask, bits = np.uint64(1), np.uint64(63), np.zeros_like(hashes)
     for shift in (0, 6, 12):
@@ -224,10 +224,15 @@ def _offsets(num_tokens: int) -> list[int]:
     return sorted({SEAM, last - SEAM}) if last >= 2 * SEAM else [last // 2]
 
 
-def _apart(found: list[FoundChunk]) -> list[FoundChunk]:
-    """Return the longest of what was found, and of the others what doesn't overlap with them, in order of position."""
+def apart(found: list[FoundChunk]) -> list[FoundChunk]:
+    """Return the longest of what was found, and of the others what doesn't overlap with them, in order of position.
+
+    Of those that are equally long the one counts that is nearest its chunk's beginning.
+    """
     taken: list[FoundChunk] = []
-    for chunk in sorted(set(found), key=lambda chunk: (chunk.start - chunk.end, chunk.start, chunk.chunk_hash)):
+    for chunk in sorted(
+        set(found), key=lambda chunk: (chunk.start - chunk.end, chunk.offset, chunk.start, chunk.chunk_hash)
+    ):
         start, end = chunk.start, chunk.end
         for other in taken:
             if start < other.end and other.start < end:

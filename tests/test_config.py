@@ -102,7 +102,7 @@ def test_a_binary_file_is_named(tmp_path: Path) -> None:
 
 def test_unknown_settings_in_the_file(settings) -> None:
     file = settings("nonsense = 1\n[server]\nprot = 1\n[modle]\nname = 'x'\n")
-    sections = "home, model, index, store, retrieval, answer, canary, server, front, tenants"
+    sections = "home, model, index, store, retrieval, answer, canary, learning, server, front, tenants"
     assert sorted(problems(file)) == [
         f"unknown setting modle in {file}; choose from {sections}",
         f"unknown setting nonsense in {file}; choose from {sections}",

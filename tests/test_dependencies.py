@@ -14,7 +14,7 @@ LOWER = {
 }
 # Library to the files that may import it.
 ONLY_IN = {
-    "vllm": ("ragkv/engine/", "evals/workloads/load.py", "evals/lmcache.py"),
+    "vllm": ("ragkv/engine/", "evals/workloads/load.py"),
     "faiss": ("retriever/index.py",),
     "triton": ("kernels/",),
     "sqlite3": ("ragkv/files.py", "ragkv/salts.py", "retriever/catalog.py"),

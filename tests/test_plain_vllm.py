@@ -1,5 +1,7 @@
 """The connector of plain vLLM, without an engine."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ragkv.engine.attached import Attached
@@ -12,7 +14,7 @@ SPAN = Span(3, 200, "c" * 32, "m" * 32)
 @pytest.fixture
 def connector():
     connector = object.__new__(RagKV)
-    connector._chunks = lambda token_ids, salt: (SPAN,)
+    connector._chunks = SimpleNamespace(find=lambda token_ids, salt: (SPAN,))
     return connector
 
 

@@ -19,6 +19,7 @@ from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Quality
 from ragkv.evals.workloads.quality_bench import QualityBench, Settings, running
 from ragkv.policies import Selection
+from ragkv.retriever.hashing import chunk_hash
 from ragkv.store.codecs import RAW
 
 
@@ -26,10 +27,16 @@ async def run(config: Config, wanted: Quality, progress: Progress) -> AsyncItera
     """Yield a summary row for each arm, once all examples are evaluated."""
     dataset = datasets.load(wanted.dataset, wanted.data)
     parts = (Path(wanted.dataset).stem, Path(config.model.name).name, config.model.dtype)
-    file = "-".join(map(str, (*parts, wanted.captures, config.store.codec))) + ".jsonl"
+    apart = () if wanted.beginning is None else (chunk_hash(list(wanted.beginning.encode()))[:8],)
+    file = "-".join(map(str, (*parts, wanted.captures, config.store.codec, *apart))) + ".jsonl"
     out = wanted.out or config.home / "evals" / file
     settings = Settings(
-        wanted.examples, wanted.captures, wanted.ttft_examples, config.index.chunk_tokens, wanted.estimate
+        wanted.examples,
+        wanted.captures,
+        wanted.ttft_examples,
+        config.index.chunk_tokens,
+        wanted.estimate,
+        wanted.beginning,
     )
     for row in await evaluate(config, dataset, wanted.policies, settings, out, progress):
         yield row
@@ -53,6 +60,8 @@ async def evaluate(
         "codec": config.store.codec,
         "chunk_tokens": settings.chunk_tokens,
     }
+    if settings.beginning is not None:
+        identity["beginning"] = settings.beginning
     if any(arm.codec for arm in arms) and config.store.codec != RAW.name:
         raise ConfigError(f"KV in {config.store.codec} can't be encoded anew: give --codec raw, or leave out /CODEC")
     done = quality_rows.read(out, identity)

@@ -33,6 +33,7 @@ from ragkv.quality_target import NUM_TOKENS
 from ragkv.retriever.encoders import Embedder
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import contexts_of
+from ragkv.retriever.tokens import FoundChunk
 from ragkv.store.disk_store import DiskStore
 
 MAX_CHUNKS, POOL_SIZE = 10, 24
@@ -47,13 +48,15 @@ LogProbs = npt.NDArray[np.float32]  # [tokens, vocabulary]
 class Settings:
     """examples: how many are run, from the first on. num_contexts: over how many a chunk's KV is averaged.
     ttft_examples: on how many examples times are taken, one request at a time. estimate: whether each fused answer's
-    drift is estimated too (`ragkv.quality_target`)."""
+    drift is estimated too (`ragkv.quality_target`). beginning: the prompts' instruction, None: the one after which
+    chunks are precomputed."""
 
     examples: int = 50
     num_contexts: int = 4
     ttft_examples: int = 10
     chunk_tokens: int = 512
     estimate: bool = False
+    beginning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class QualityBench:
         folder = models.resolve(config.model.name, config.home)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._layout = PromptLayout(folder, dataset.instruction, dataset.asking, dataset.cue)
+        instruction = dataset.instruction if settings.beginning is None else settings.beginning
+        self._asked = PromptLayout(folder, instruction, dataset.asking, dataset.cue)
         self._kv: dict[str, ChunkKV] = {}
         self._pool: dict[str, list[int]] = {}  # random others
         self._nearest: dict[str, list[str]] = {}
@@ -153,11 +158,11 @@ class QualityBench:
     def _fitted(self, example: Example) -> tuple[list[list[int]], Prompt]:
         """Return the chunks that fit the model's context, and the prompt."""
         chunks = self._chunks(example)
-        question = self._layout.question_tokens(example.question)
-        other_tokens = len(self._layout.anchor) + len(question) + self.dataset.max_tokens + GOLD_TOKENS
+        question = self._asked.question_tokens(example.question)
+        other_tokens = len(self._asked.anchor) + len(question) + self.dataset.max_tokens + GOLD_TOKENS
         while sum(map(len, chunks)) > self._engine.max_model_len - other_tokens:
             chunks.pop()
-        return chunks, self._layout.assemble(chunks, question)
+        return chunks, self._asked.assemble(chunks, question)
 
     async def _full_prefill(self, example: Example, prompt: Prompt, salt: str) -> Baseline:
         max_tokens = self.dataset.max_tokens
@@ -299,14 +304,16 @@ class QualityBench:
             await self._kv["mixed"].precompute(engine, store, chunks, contexts)
 
     def _task(self, prompt: Prompt, chunks: Sequence[Sequence[int]], arm: Arm) -> FuseTask:
-        hashes = list(map(chunk_hash, chunks))
-        if arm.kv != "alone":
-            return self._kv[f"{arm.kv}/{arm.codec}" if arm.codec else arm.kv].task(
-                prompt, hashes, arm.policy, self._store
-            )
-        ranges = zip(hashes, prompt.chunk_ranges, strict=True)
-        spans = [Span(start, end, h, ROOT_HASH) for h, (start, end) in ranges]
-        return FuseTask((self._kv["anchor"].anchor_span, *spans), arm.policy)
+        hashes, is_own = list(map(chunk_hash, chunks)), self._asked.anchor == self._layout.anchor
+        ranges = [(h, start, end) for h, (start, end) in zip(hashes, prompt.chunk_ranges, strict=True)]
+        if arm.kv == "alone":
+            spans = [Span(start, end, h, ROOT_HASH) for h, start, end in ranges]
+            return FuseTask((*[self._kv["anchor"].anchor_span] * is_own, *spans), arm.policy)
+        kv = self._kv[f"{arm.kv}/{arm.codec}" if arm.codec else arm.kv]
+        if is_own:
+            return kv.task(prompt, hashes, arm.policy, self._store)
+        found = [FoundChunk(start, end, h, 0, end - start) for h, start, end in ranges]
+        return FuseTask(tuple(kv.found(prompt.token_ids, found)), arm.policy)
 
     async def _generate(
         self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any

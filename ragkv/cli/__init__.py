@@ -76,7 +76,7 @@ models.command()(configured(home_commands.fetch, "home"))
 app.add_typer(models, name="models")
 app.add_typer(_group("Measure speed, quality and robustness on this machine.", cls=Evaluations), name="eval")
 app.command()(home_commands.config)
-app.command("vllm-config")(configured(home_commands.vllm_config, "policy", "budget", *MODEL))
+app.command("vllm-config")(configured(home_commands.vllm_config, "learn", "policy", "budget", *MODEL))
 app.command()(configured(home_commands.doctor, "home", "model", "embedder"))
 
 

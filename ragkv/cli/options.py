@@ -37,6 +37,7 @@ SETTINGS = _COMMON | {
         int,
         "Contexts in which each chunk is precomputed: more take longer and are more exact.",
     ),
+    "learn": ("learning.on", bool, "Learn passages that recur in prompts, and reuse their KV. [RAGKV_LEARNING__ON]"),
     "policy": ("answer.policy", str, "Which cached tokens to recompute: guided (the default), none, query, full, …"),
     "budget": ("answer.budget", float, "Share of the cached tokens to recompute, 0 to 1."),
     "max_drift": ("answer.max_drift", float, "Quality target: largest estimated drift, in nats. Default: none."),

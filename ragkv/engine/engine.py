@@ -29,11 +29,13 @@ from ragkv.engine.task import (
     ScoreTask,
     Task,
     lost_from_params,
+    precompute_prompt,
     report_from_params,
     resumed_from_params,
     to_params,
 )
 from ragkv.errors import EngineStoppedError, ModelError, StoreError
+from ragkv.policies import Policy
 from ragkv.store.record import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -102,8 +104,8 @@ class Engine:
         """Start vLLM's processes and load the model, which takes seconds to minutes.
 
         store_options: of `DiskStore`. prefixes: where exact prefixes are kept (`StoreConfig.prefix_options`), None:
-        nowhere. alone: vLLM without the connector, to compare with. engine_args: passed to vLLM as they are. Raises
-        ModelError.
+        nowhere. alone: vLLM without the connector, to compare with. engine_args: passed to vLLM as they are, but
+        for `kv_transfer_config`, which may be plain data. Raises ModelError.
         """
         extra = {
             "store": str(store),
@@ -143,12 +145,14 @@ class Engine:
         max_tokens: int,
         salt: str | None = None,
         prefix: PrefixUse = _UNUSED,
+        policy: Policy | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Decode greedily (unless `sampling` says otherwise) after `token_ids`, piece by piece.
 
-        salt: separates this request's prefix cache from everybody else's; fused KV must never be served as exact.
+        salt: separates its prefix cache from everybody else's; fused KV must never be served as exact.
         prefix: whether its KV is stored exactly when it ends, for requests with the same salt that begin alike.
+        policy: without a task, as a client of plain vLLM asks for it (`ragkv.plain_vllm`).
         Closing the generator aborts the request. Raises EngineStoppedError if vLLM's processes end.
         """
         from vllm import SamplingParams
@@ -161,12 +165,10 @@ class Engine:
         params = SamplingParams(
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": to_params(task, prefix, self._key)},
+            extra_args={"kv_transfer_params": to_params(task, prefix, self._key, policy)},
             **{"temperature": 0.0, **sampling},
         )
-        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        if salt is not None:
-            prompt["cache_salt"] = salt
+        prompt = {"prompt_token_ids": token_ids, **({} if salt is None else {"cache_salt": salt})}
         try:
             async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex):
                 (piece,) = output.outputs
@@ -210,9 +212,7 @@ class Engine:
         Tasks that run at the same time are batched. Raises StoreError if the KV couldn't be stored.
         """
         begin = time.perf_counter()
-        contexts = task.contexts if isinstance(task, MeanTask) else ()
-        num_more = max((context[-1].end - context[0].start for context in contexts), default=0)
-        prompt = [*token_ids, *[token_ids[-1]] * (1 + num_more)]  # vLLM computes a prompt's last token itself
+        prompt = precompute_prompt(token_ids, task)
         async for output in self.generate(prompt, task, max_tokens=1, salt=f"precompute-{uuid.uuid4().hex}"):
             if output.finish_reason and (output.report is None or output.report.failed):
                 raise StoreError(output.report.problem if output.report else "vLLM gave up precomputing a chunk")
@@ -267,9 +267,12 @@ class Engine:
             raise EngineStoppedError("vLLM's processes ended during this call; ask again in a minute") from error
         return result
 
-    async def forget_prefixes(self) -> None:
-        """Have vLLM forget what its prefix cache holds, as if other requests had needed the blocks."""
-        await self._llm.reset_prefix_cache()
+    async def forget_prefixes(self) -> bool:
+        """Have vLLM forget what its prefix cache holds, as if other requests had needed the blocks.
+
+        Returns False if it doesn't, for requests have blocks.
+        """
+        return bool(await self._llm.reset_prefix_cache())
 
     async def close(self) -> None:
         """End vLLM's processes. Requests in work end with EngineStoppedError."""
@@ -292,8 +295,11 @@ def _launcher(
     """
     arguments = _arguments(model, config, extra)
     from vllm import AsyncEngineArgs
+    from vllm.config import KVTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if isinstance(other := more.get("kv_transfer_config"), dict):
+        more = {**more, "kv_transfer_config": KVTransferConfig(**other)}
     return partial(_launch, AsyncLLM, AsyncEngineArgs(**{**arguments, **more}))
 
 

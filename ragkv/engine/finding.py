@@ -73,7 +73,7 @@ class Finding:
 
     def _note(self, request: "Request") -> None:
         policy = self._chosen_policy(request)
-        if policy.is_full or not _may_be_fused(request):
+        if policy.is_full or not may_be_fused(request):
             return
         prompt, exact = request.prompt_token_ids or [], list(request.block_hashes)
         before = self._earlier(policy, exact, prompt)
@@ -124,7 +124,7 @@ class Finding:
             return self._policy
 
 
-def _may_be_fused(request: "Request") -> bool:
+def may_be_fused(request: "Request") -> bool:
     """Return whether the KV of a request's prompt depends on its tokens only, and isn't asked for as such."""
     has_more = request.mm_features or request.prompt_embeds is not None or request.lora_request is not None
     is_asked_for = request.pooling_params is not None or request.skip_reading_prefix_cache

@@ -21,6 +21,8 @@ from ragkv.engine.task import (
     FuseTask,
     Job,
     Keep,
+    MeanTask,
+    PrecomputeTask,
     PrefixUse,
     Report,
     Span,
@@ -241,7 +243,8 @@ class SchedulerSide:
                 self._resumed[id] = self._resumed.get(id, 0) + report.tokens.exact
             else:
                 self.reports[id] = report
-                self._totals += counts(report)
+                if not isinstance(job.task, PrecomputeTask | MeanTask):  # those are our own
+                    self._totals += counts(report)
 
     def take_totals(self) -> Counter[str]:
         """Return what requests have reused since the last call, as `ragkv.engine.reuse_metrics` counts it."""

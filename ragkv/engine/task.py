@@ -228,9 +228,18 @@ _TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind
 _REPORT = TypeAdapter(Report)
 
 
-def to_params(task: Task | None, prefix: PrefixUse, key: str) -> dict[str, Any]:
+def precompute_prompt(token_ids: list[int], task: PrecomputeTask | MeanTask) -> list[int]:
+    """Return the prompt that has these tokens prefilled: with one more, for vLLM computes a prompt's last itself, and
+    with blocks for the longest of a mean's contexts."""
+    contexts = task.contexts if isinstance(task, MeanTask) else ()
+    num_more = max((context[-1].end - context[0].start for context in contexts), default=0)
+    return [*token_ids, *[token_ids[-1]] * (1 + num_more)]
+
+
+def to_params(task: Task | None, prefix: PrefixUse, key: str, policy: Policy | None = None) -> dict[str, Any]:
     """Return what a request asks of the connector as its `kv_transfer_params`: plain data. key: the engine's."""
     params = {PREFIX_KEY: _PREFIX_USE.dump_python(prefix), KEY_KEY: key}
+    params |= {} if policy is None else {POLICY_KEY: policy.label}
     return params if task is None else {**params, TASK_KEY: _TASK.dump_python(task)}
 
 

@@ -1,5 +1,6 @@
 """Anybody's `vllm serve` with ragkv's connector, beside one without, and an application that knows nothing of ragkv."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -43,6 +45,7 @@ def environment(home):
         "RAGKV_MODEL__MAX_MODEL_LEN": "2048",
         "RAGKV_INDEX__CHUNK_TOKENS": "128",
         "RAGKV_STORE__CODEC": "raw",
+        "RAGKV_LEARNING__ON": "true",
     }
     return {**os.environ, **settings, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 
@@ -121,6 +124,7 @@ def chat(client, text, **options):
     messages = [{"role": "user", "content": text}]
     params = options.pop("params", None)
     body = {"kv_transfer_params": params} if params else {}
+    body |= options.pop("extra_body", {})
     return client.chat.completions.create(
         model=SERVED, messages=messages, **{"max_tokens": 12, "temperature": 0, "extra_body": body, **options}
     )
@@ -157,6 +161,20 @@ def test_a_langchain_chain_with_a_prompt_of_its_own(servers):
     before = metric(servers[True], "fused_requests")
     assert chain.invoke("Which wax do bees build with, and how far do workers forage?")
     assert metric(servers[True], "fused_requests") == before + 1
+
+
+@pytest.mark.skipif("LLAMA_INDEX_PYTHON" not in os.environ, reason="LLAMA_INDEX_PYTHON names no Python")
+def test_a_llama_index_chat_engine_with_a_prompt_of_its_own(servers, tmp_path):
+    passages = tmp_path / "passages.json"
+    passages.write_text(json.dumps([part for text in NOTES.values() for part in text.split("\n\n")]))
+    command = [os.environ["LLAMA_INDEX_PYTHON"], str(Path(__file__).with_name("llama_index_client.py"))]
+    command += [str(servers[True].base_url), SERVED, str(passages)]
+    questions = "How is glaze fired, and of what is a kiln?\nAnd at which temperature?\n"
+    before = metric(servers[True], "fused_requests")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, input=questions, env=environment, check=True, capture_output=True, text=True)
+    assert len(json.loads(done.stdout)) == 2
+    assert metric(servers[True], "fused_requests") >= before + 1
 
 
 def test_what_was_reused_is_in_vllms_metrics(servers):
@@ -273,3 +291,52 @@ def test_a_conversation_goes_on_over_what_was_fused(servers):
     details = second.usage.prompt_tokens_details
     assert details is None or details.cached_tokens > 0
     assert report(second) is None  # vLLM's own prefix cache had all that could be added
+
+
+def unindexed(subject):
+    """A passage that no document has."""
+    facts = (
+        "is older than it looks",
+        "was moved twice by barge",
+        "has a bell that rings in fog",
+        "keeps its own ledger",
+    )
+    return " ".join(f"The {subject} number {i} {facts[i % 4]}, and {i * 37} people have seen it." for i in range(14))
+
+
+def about(passage, number):
+    """A prompt with a passage in a context of its own."""
+    before = " ".join(f"{number}.{i}: nothing of note." for i in range(number + 1))
+    return f"Request {number} of the day.\n{before}\n\n{passage}\n\nWhat of number {number}?"
+
+
+def until_fused(client, passage, **options):
+    """Ask again, each time in another context, until the passage is fused. Returns that answer, and its prompt."""
+    for number in range(2, 40):
+        answer = chat(client, about(passage, number), **options)
+        if report(answer):
+            return answer, about(passage, number)
+        time.sleep(0.5)
+    raise TimeoutError(passage[:40])
+
+
+def test_passages_that_recur_are_learnt(servers):
+    passage = unindexed("lighthouse")
+    for number in range(2):
+        assert report(chat(servers[True], about(passage, number))) is None
+    answer, text = until_fused(servers[True], passage)
+    found = report(answer)
+    assert found["problem"] is None and found["tokens"]["reused"] > 128
+    assert said(chat(servers[True], text, params={"policy": "full"})) == said(chat(servers[False], text))
+    assert metric(servers[True], "failed_requests") == 0
+
+
+def test_what_is_learnt_stays_with_its_salt(servers):
+    passage = unindexed("windmill")
+    ask = lambda salt, number: chat(servers[True], about(passage, number), extra_body={"cache_salt": salt})  # noqa: E731
+    for number in range(2):
+        assert report(ask("ours", number)) is None
+    until_fused(servers[True], passage, extra_body={"cache_salt": "ours"})
+    for salt, number in (("theirs", 50), ("others", 51)):
+        assert report(ask(salt, number)) is None
+    assert report(chat(servers[True], about(passage, 52))) is None

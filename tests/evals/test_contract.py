@@ -45,6 +45,7 @@ OPTIONS = {
         ("--ttft-examples", 10),
         ("--out", None),
         ("--estimate", False),
+        ("--beginning", None),
         ("--json", False),
         *[option for option in SETTINGS if option[0] != "--embedder"],
     ],
