@@ -6,7 +6,7 @@ finds the home's chunks in them, and, if it is to, learns what recurs.
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ragkv.engine.connector import RagKVConnector
 from ragkv.engine.finding import Finding, may_be_fused
 from ragkv.engine.own_requests import OwnRequests
 from ragkv.engine.reuse_metrics import ReuseMetrics, ReuseStats
-from ragkv.engine.task import Span
+from ragkv.engine.task import Report, Span
 from ragkv.errors import RagKVError
 from ragkv.home import Home
 from ragkv.learning import Learner
@@ -81,23 +81,33 @@ class RagKV(RagKVConnector):
         return self._chunks.find(token_ids, salt) if self._problem is None and self._chunks is not None else ()
 
     def on_new_request(self, request: Any) -> None:
-        if self._learner is not None and self._own is not None and not self._own.is_own(request.request_id):
-            self._own.note(request)
-            counts = self._problem is None and may_be_fused(request)
-            token_ids = request.prompt_token_ids or [] if counts else []
-            self._learner.arrived(request.request_id, token_ids, request.cache_salt)
+        self._learn(self._arrived, request)
         super().on_new_request(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        id = request.request_id
-        report, result = self._scheduler.reports.get(id), super().request_finished(request, block_ids)
+        report = self._scheduler.reports.get(request.request_id)
+        result = super().request_finished(request, block_ids)
+        self._learn(self._finished, request, report)
+        return result
+
+    def _arrived(self, learner: Learner, own: OwnRequests, request: Any) -> None:
+        if not own.is_own(request.request_id):
+            own.note(request)
+            counts = self._problem is None and may_be_fused(request)
+            token_ids = request.prompt_token_ids or [] if counts else []
+            learner.arrived(request.request_id, token_ids, request.cache_salt)
+
+    def _finished(self, learner: Learner, own: OwnRequests, request: Any, report: Report | None) -> None:
+        learner.computed(report) if own.is_own(request.request_id) else learner.finished(request.request_id)
+
+    def _learn(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Do a step of learning, if there is any. A fault in it ends it, and no request."""
         if self._learner is not None and self._own is not None:
             try:
-                self._learner.computed(report) if self._own.is_own(id) else self._learner.finished(id)
-            except Exception:  # a fault of ours costs speed
-                logger.exception("nothing is learnt any more")
+                step(self._learner, self._own, *arguments)
+            except Exception:
+                logger.exception("nothing is learnt any more until vLLM is started again")
                 self._learner = None
-        return result
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take what each worker says before the first request."""
