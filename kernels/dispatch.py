@@ -44,6 +44,9 @@ def choose(name: str, device: torch.device) -> Kernels:
     problems = {"triton": _no_triton(device), "native": _no_native(device), "torch": None}
     if name == "auto":
         name = next(each for each in problems if not problems[each] and (each != "triton" or device.type == "cuda"))
+        if name == "torch":
+            why = "; ".join(f"{kind}: {problem}" for kind, problem in problems.items() if problem)
+            logger.warning("fusion is several times slower than it could be, without kernels of ragkv's own (%s)", why)
     if problems[name]:
         raise KernelsError(f"no {name} kernels: {problems[name]}; choose auto, or torch")
     logger.info("kernels: %s on %s", name, device)

@@ -99,8 +99,8 @@ class ChunkKV:
     def found(self, token_ids: Sequence[int], chunks: Sequence[FoundChunk]) -> list[Span]:
         """Return the spans of chunks that were found in a prompt, in order of position.
 
-        If the prompt begins with the anchor, that is the first, and a whole chunk directly behind it is as exact as
-        ever. After another beginning all have their mean KV, if they have any.
+        They have their mean KV, if they have any (`behind` is for the first). If the prompt begins with the anchor,
+        that is the first span.
         """
         anchor = len(self._anchor) if list(token_ids[: len(self._anchor)]) == self._anchor else 0
         spans = [self.anchor_span] if anchor else []
@@ -111,9 +111,17 @@ class ChunkKV:
             span = Span(
                 chunk.start, chunk.end, chunk.chunk_hash, self.anchor_hash, self._joined, chunk.offset, num_tokens
             )
-            is_first = bool(anchor) and chunk.start == anchor and chunk.is_whole
-            spans.append(span if is_first or self.num_contexts == 1 else self.averaged(span))
+            spans.append(span if self.num_contexts == 1 else self.averaged(span))
         return spans
+
+    def behind(self, span: Span, token_ids: Sequence[int]) -> Span:
+        """Return the same span with the KV that its chunk has directly behind a prompt's first tokens `[n]`.
+
+        They may be the anchor's or any others.
+        """
+        beginning = hash_of(token_ids)
+        joined = self._joined if beginning == self.anchor_hash else ""
+        return replace(span, anchor_hash=beginning, mean_hash=joined)
 
     def over_other_kv(self, task: FuseTask) -> FuseTask | None:
         """Return the task with the KV after the anchor alone of the chunks that it takes the mean of; None if it takes

@@ -20,13 +20,14 @@ from ragkv.errors import RagKVError
 from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.recurring import Recurring
 from ragkv.retriever.tokens import SEAM, WINDOW
-from ragkv.stored_chunks import Chunks, StoredChunks
+from ragkv.stored_chunks import Chunks, Lacking, StoredChunks
 
 logger = logging.getLogger(__name__)
 
 _MOST_SALTS = 64  # whose prompts are remembered
 _MOST_WAITING = 1024  # passages that are to be learnt
 _PAUSE_S = 60.0  # after KV couldn't be stored: the disk may be full
+_MOST_BEGINNINGS = 1024  # of prompts, that are remembered
 _BEFORE = (1, 2, 3)  # passages that stand before one in a context
 
 Work = Generator[tuple[list[int], PrecomputeTask | MeanTask], bool, None]
@@ -46,7 +47,7 @@ class _Passage:
 
 class Learner:
     """Passages that recur in clients' requests, and what is done for each: its KV after the anchor alone, then, when no
-    passage waits for that, its mean.
+    passage waits for that, its mean. At last, for chunks of prompts whose beginning recurs, their KV behind that.
 
     One task is in work at a time, begun when no client's request is. max_model_len: of the engine.
     """
@@ -57,6 +58,8 @@ class Learner:
         self._prompts: OrderedDict[str | None, Recurring] = OrderedDict()  # by salt
         self._new: OrderedDict[_Passage, None] = OrderedDict()
         self._alone: OrderedDict[_Passage, None] = OrderedDict()  # that lack their mean
+        self._beginnings: OrderedDict[tuple[str | None, tuple[int, ...]], None] = OrderedDict()  # of prompts, by salt
+        self._lacking: OrderedDict[Lacking, None] = OrderedDict()
         self._serving: dict[str, tuple[Sequence[int], str | None]] = {}  # by request: its prompt and salt
         self._work: Work | None = None
         self._paused_until = 0.0
@@ -84,17 +87,34 @@ class Learner:
         while len(self._prompts) > _MOST_SALTS:
             self._prompts.popitem(last=False)
         # A part that a chunk has in its middle is known with what stood before it there; by itself it's better.
-        known = [(span.start, span.end) for span in self._stored.find(token_ids, salt) if span.offset <= SEAM]
+        known = [(span.start, span.end) for span in self._stored.standing(token_ids, salt) if span.offset <= SEAM]
         for passage in recurring.add(token_ids, known):
             each = _Passage(salt, tuple(passage))
             if each not in self._alone:
                 self._new[each] = None
         while len(self._new) > _MOST_WAITING:
             self._new.popitem(last=False)
+        self._note_beginning(token_ids, salt)
+
+    def _note_beginning(self, token_ids: Sequence[int], salt: str | None) -> None:
+        beginning, lacking = self._stored.lacking(token_ids, salt)
+        if not lacking:
+            return
+        seen = (salt, beginning)
+        if seen in self._beginnings:
+            self._lacking.update(dict.fromkeys(lacking))
+        self._beginnings[seen] = self._beginnings.pop(seen, None)
+        for noted, most in ((self._beginnings, _MOST_BEGINNINGS), (self._lacking, _MOST_WAITING)):
+            while len(noted) > most:
+                noted.popitem(last=False)
 
     def _begin(self) -> None:
         """Begin with the next passage, if no client's request is in work."""
-        while self._work is None and not self._serving and (self._new or self._alone):
+        while self._work is None and not self._serving and (self._new or self._alone or self._lacking):
+            if not self._new and not self._alone:
+                lacking, _ = self._lacking.popitem(last=False)
+                self._begin_behind(lacking)
+                continue
             is_new = bool(self._new)
             passage, _ = (self._new or self._alone).popitem(last=False)
             try:
@@ -109,6 +129,12 @@ class Learner:
                 self._new.clear()
                 continue
             self._work = self._precomputed(passage, learnt) if is_new else self._averaged(passage, learnt)
+            self._go_on(None)
+
+    def _begin_behind(self, lacking: Lacking) -> None:
+        num_tokens = len(lacking.beginning) + len(lacking.chunk)
+        if num_tokens + 2 <= self._max_model_len and self._budget.take(num_tokens):
+            self._work = self._behind(lacking)
             self._go_on(None)
 
     def _go_on(self, is_done: bool | None) -> None:
@@ -130,7 +156,7 @@ class Learner:
 
     def _is_known(self, passage: _Passage) -> bool:
         """Return whether chunks have nearly all of a passage by now: another one that ends a few tokens later, say."""
-        spans = self._stored.find(passage.token_ids, passage.salt)
+        spans = self._stored.standing(passage.token_ids, passage.salt)
         found = sum(span.end - span.start for span in spans if span.offset <= SEAM)
         return found >= len(passage.token_ids) - 2 * WINDOW
 
@@ -138,6 +164,7 @@ class Learner:
         logger.warning("no passages are learnt for %d s: %s", _PAUSE_S, error)
         self._new.clear()
         self._alone.clear()
+        self._lacking.clear()
         self._paused_until = time.monotonic() + _PAUSE_S
 
     def _precomputed(self, passage: _Passage, learnt: Chunks) -> Work:
@@ -170,6 +197,13 @@ class Learner:
             if not (yield [*self._stored.layout.anchor, *passage.token_ids], task):
                 return self._pause("the KV of a passage can't be stored")
         self._stored.put(learnt, passage.token_ids)
+
+    def _behind(self, lacking: Lacking) -> Work:
+        """Precompute a chunk behind a beginning of prompts."""
+        if not self._stored.is_stored(lacking.span):
+            if not (yield [*lacking.beginning, *lacking.chunk], PrecomputeTask(lacking.span)):
+                return self._pause("the KV of a passage can't be stored")
+            self._stored.drop_if_deleted(lacking.span)
 
     def _span(self, passage: _Passage, learnt: Chunks) -> Span:
         return learnt.kv.span(chunk_hash(passage.token_ids, learnt.catalog.scope), len(passage.token_ids))

@@ -64,7 +64,7 @@ class Served:
         self.store.put([(kv.key(span), layers)])
 
     def found(self, token_ids, salt=None):
-        return [(span.start, span.end) for span in self.stored.find(token_ids, salt)]
+        return [(span.start, span.end) for span in self.stored.standing(token_ids, salt)]
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_what_recurs_for_one_salt_is_nobody_elses(served, draw):
     assert served.found(prompt, "ours") == [(5, 105)]
     assert served.found(prompt, "theirs") == served.found(prompt) == []
     assert "learnt" not in served.home.tenants()
-    hashes = {span.chunk_hash for span in served.stored.find(prompt, "ours")}
+    hashes = {span.chunk_hash for span in served.stored.standing(prompt, "ours")}
     served.ask(prompt, "theirs")
-    assert not hashes & {span.chunk_hash for span in served.stored.find(prompt, "theirs")}
+    assert not hashes & {span.chunk_hash for span in served.stored.standing(prompt, "theirs")}
     assert served.found(prompt, "theirs") == [(5, 105)]
 
 
@@ -172,3 +172,45 @@ def test_documents_and_what_was_learnt_are_found_beside_each_other(served, draw)
         served.store.put([(documents.kv.key(span), [LayerKV(torch.ones(2, 120, 8), torch.ones(2, 120, 8), 0)] * 2)])
     assert served.found(prompt) == [(3, 123), (123, 223)]
     assert served.found(prompt, "a salt") == []
+
+
+def test_the_first_chunk_is_found_once_its_kv_behind_the_beginning_is_there(served, draw):
+    first, second, beginning = draw(100), draw(150), draw(30)
+    served.ask([*draw(20), *first, *draw(20), *second])
+    served.ask([*draw(21), *second, *draw(20), *first])
+    tasks = []
+    for question in (draw(9), draw(9)):
+        prompt = [*beginning, *first, *draw(5), *second, *question]
+        spans = [(span.start, span.end) for span in served.stored.find(prompt, None)]
+        assert spans == [(135, 285)]  # a mean isn't what the first chunk's KV is
+        tasks.append(served.ask(prompt))
+    assert tasks[0] == []  # nobody else has begun like that
+    task, other = tasks[1]  # the other may come first another time
+    assert isinstance(task, PrecomputeTask) and (task.span.start, task.span.end) == (30, 130)
+    assert isinstance(other, PrecomputeTask) and (other.span.start, other.span.end) == (30, 180)
+    prompt = [*beginning, *first, *draw(7), *second, *draw(9)]
+    assert served.stored.find(prompt, None)[0] == task.span
+    assert served.ask(prompt) == []
+    elsewhere = [*draw(30), *first, *second]
+    assert [(span.start, span.end) for span in served.stored.find(elsewhere, None)] == [(130, 280)]
+    far = [*draw(300), *first, *second]
+    assert [(span.start, span.end) for span in served.stored.find(far, None)] == [(300, 400), (400, 550)]
+
+
+def test_a_chunk_that_is_deleted_meanwhile_leaves_nothing(served, draw):
+    text, beginning = draw(120), draw(30)
+    kv = served.stored._documents.kv
+    with served.home.open_catalog() as catalog:
+        catalog.put_document("a", "", "", [ChunkText("", tuple(text))], [[1.0]])
+        (hash,) = catalog.chunk_hashes()
+        span = kv.span(hash, len(text))
+        for each in (span, kv.averaged(span)):
+            served.compute([0] * span.end, PrecomputeTask(each))
+        for _ in range(2):
+            served.learner.finished(served.arrive([*beginning, *text, *draw(9)]))
+        ((_, task),) = served.submitted
+        assert task.span.chunk_hash == hash and task.span.start == len(beginning)
+        catalog.delete_document("a")
+    served.store.delete([hash])
+    served.work()
+    assert served.stored.entries.keys_of(hash) == []

@@ -35,6 +35,7 @@ from ragkv.retriever.hashing import chunk_hash
 from ragkv.retriever.index import contexts_of
 from ragkv.retriever.tokens import FoundChunk
 from ragkv.store.disk_store import DiskStore
+from ragkv.stored_chunks import first_chunk
 
 MAX_CHUNKS, POOL_SIZE = 10, 24
 CORPUS_EXAMPLES = 300  # of which the nearest chunks are taken; more, where more are run
@@ -313,7 +314,10 @@ class QualityBench:
         if is_own:
             return kv.task(prompt, hashes, arm.policy, self._store)
         found = [FoundChunk(start, end, h, 0, end - start) for h, start, end in ranges]
-        return FuseTask(tuple(kv.found(prompt.token_ids, found)), arm.policy)
+        spans = kv.found(prompt.token_ids, found)
+        if (first := first_chunk(spans)) is not None:  # nobody has learnt its KV behind this beginning
+            del spans[first]
+        return FuseTask(tuple(spans), arm.policy)
 
     async def _generate(
         self, token_ids: list[int], task: FuseTask | None, *, max_tokens: int, salt: str | None = None, **sampling: Any

@@ -35,6 +35,7 @@ from ragkv.policies import (
 logger = logging.getLogger(__name__)
 
 _MOST_PROBED = 1024  # tokens, beside other requests: a probe isn't sliced, and they wait for its end
+_LONG_BEGINNING = 64  # tokens before the first chunk: fewer are computed with each pass as soon as in one of their own
 
 
 @dataclass
@@ -125,8 +126,9 @@ class _Attempt:
         self._writable = positions[job.num_prefix :]  # not in vLLM's prefix cache
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
         self._eligible = self._cached.clone()
-        self._exact_until = exact_until(spans)
+        self._exact_until = exact_until(spans, job.token_ids)
         self._eligible[: self._exact_until] = False
+        self._num_begun = 0  # tokens that were computed before the first pass
         self._num_loaded = 0  # of every span, so many of the first layers are in the blocks already
 
     def run(self, step: StepBudget) -> Generator[None, None, None]:
@@ -140,7 +142,9 @@ class _Attempt:
         if policy.is_full or not self._spans:
             self._count(self._writable)
             yield from self._recompute(self._writable, (), step, shift=False)
-        elif not policy.recomputes_some:
+            return
+        yield from self._compute_beginning(step)
+        if not policy.recomputes_some:
             self._count(self._uncached)
             attend_in = self._where_to_attend(self._uncached, self._spans)
             self._filler.run(PassPlan(self._uncached, self._all_spans, stage="probe_ms", attend_in=attend_in))
@@ -150,8 +154,20 @@ class _Attempt:
             self._count(selected)
             yield from self._recompute(selected, self._spans, step, shift=policy.shift)
 
+    def _compute_beginning(self, step: StepBudget) -> Generator[None, None, None]:
+        """Compute a long text before the first chunk, exactly: from then on it is as what vLLM's prefix cache has."""
+        first = self._spans[0].start
+        beginning = self._uncached[self._uncached < first]
+        if len(beginning) < _LONG_BEGINNING:
+            return
+        yield from self._recompute(beginning, (), step, shift=False)
+        self._num_begun, self._num_prefix = len(beginning), first
+        self._writable, self._uncached = self._writable[len(beginning) :], self._uncached[len(beginning) :]
+        if not step.alone:
+            yield
+
     def _count(self, computed: torch.Tensor) -> None:
-        self._report.tokens.recomputed = len(computed)
+        self._report.tokens.recomputed = self._num_begun + len(computed)
         self._report.tokens.reused = len(self._writable) - len(computed)
         self._report.tokens.recomputed_runs = runs_of(computed[self._cached[computed]])
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ragkv.engine.task import ROOT_HASH, Span
+from ragkv.retriever.hashing import chunk_hash
 
 
 def rows_in(positions: torch.Tensor, span: Span) -> torch.Tensor:
@@ -37,12 +38,16 @@ def end_of_slice(selected: torch.Tensor, end: int, spans: Sequence[Span]) -> int
     return end
 
 
-def exact_until(spans: Sequence[Span]) -> int:
-    """Return the position up to which the spans' KV is exactly what prefill computes.
+def exact_until(spans: Sequence[Span], token_ids: Sequence[int]) -> int:
+    """Return the position up to which the spans' KV, and what is computed before them, is what prefill computes.
 
-    That is so where a span follows what it was precomputed after: the anchor does, and a chunk directly after it.
+    That is so where a span follows what it was precomputed after: the anchor does, and a chunk directly after it, or
+    one directly after the prompt's own beginning. token_ids: of the prompt.
     """
     end, before = 0, ROOT_HASH
+    if spans and spans[0].start:
+        end = spans[0].start - spans[0].offset
+        before = chunk_hash(token_ids[:end])
     for span in spans[:2]:
         if span.start != end or span.anchor_hash != before:
             break

@@ -426,7 +426,18 @@ def test_runs_and_slices_of_positions():
 
 
 def test_exactness_ends_after_the_first_chunk():
-    assert exact_until(SPANS) == 12 and exact_until(SPANS[1:]) == 0 and exact_until([A_SPAN, S_SPAN]) == 5
+    tokens = list(range(30))
+    assert exact_until(SPANS, tokens) == 12 and exact_until([A_SPAN, S_SPAN], tokens) == 5
+    assert exact_until(SPANS[1:], tokens) == 5  # what is computed before it
+
+
+def test_a_chunk_is_exact_behind_the_beginning_that_it_was_precomputed_after():
+    tokens = list(range(30))
+    behind = Span(7, 15, "c", chunk_hash(tokens[:7]))
+    assert exact_until([behind, Span(15, 20, "d", "mean")], tokens) == 15
+    assert exact_until([replace(behind, anchor_hash="mean")], tokens) == 7
+    assert exact_until([replace(behind, start=9, offset=2, num_tokens=8)], tokens) == 7
+    assert exact_until([], tokens) == 0
 
 
 def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):

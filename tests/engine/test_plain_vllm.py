@@ -137,7 +137,7 @@ def report(answer):
 def test_chunks_are_found_and_fused(servers):
     answer = chat(servers[True], prompt("wax", "tea", "pots"))
     found = report(answer)
-    assert found["problem"] is None and found["tokens"]["reused"] > 0.6 * answer.usage.prompt_tokens
+    assert found["problem"] is None and found["tokens"]["reused"] > 0.5 * answer.usage.prompt_tokens
     assert report(chat(servers[False], prompt("wax", "tea", "pots"))) is None
     assert report(chat(servers[True], "What is a queen bee?")) is None
 
@@ -306,7 +306,7 @@ def unindexed(subject):
 
 def about(passage, number):
     """A prompt with a passage in a context of its own."""
-    before = " ".join(f"{number}.{i}: nothing of note." for i in range(number + 1))
+    before = " ".join(f"{number}.{i}: nothing of note." for i in range(40))
     return f"Request {number} of the day.\n{before}\n\n{passage}\n\nWhat of number {number}?"
 
 

@@ -47,6 +47,14 @@ def test_torch_on_a_cpu_without_a_compiler(wish, not_compiled):
     assert kernels.query_scores is query_scores.query_scores
 
 
+def test_kernels_that_are_lacking_are_complained_about(not_compiled, caplog):
+    choose("auto", CPU)
+    assert "several times slower" in caplog.text and "compiler" in caplog.text
+    caplog.clear()
+    choose("torch", CPU)
+    assert not caplog.text
+
+
 def test_triton_on_a_cpu(not_interpreted):
     pytest.importorskip("triton")
     with pytest.raises(KernelsError, match="Triton doesn't compile for cpu; choose auto, or torch"):
