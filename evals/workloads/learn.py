@@ -26,6 +26,7 @@ from ragkv.home import Home
 
 _PASSAGE_TOKENS, _TOKENS_OUT = 512, 4
 _ROWS = 4
+_QUIET_S = 1.5  # vLLM's worker looks for work for a second after it had some, without sleeping
 _OPENING = "You answer by the notes below, and say so if they don't tell.\n\n"
 
 
@@ -53,6 +54,7 @@ async def run(config: Config, wanted: Learn, progress: Progress) -> AsyncIterato
                     progress.update(f"request {i + 1} of {wanted.requests}")
                     prompt = application.prompt()
                     for name in in_turn(engines, i):
+                        await asyncio.sleep(_QUIET_S)
                         answers[name].append(await ask(engines[name], prompt, _TOKENS_OUT))
                     await asyncio.sleep(wanted.pause_s)
                 yield _row(group, answers) | {"learnt": num_learnt(home), "passages": wanted.passages}

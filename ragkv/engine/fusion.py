@@ -125,10 +125,13 @@ class _Attempt:
         self._cached = covered(len(positions), positions[:0], spans)
         self._writable = positions[job.num_prefix :]  # not in vLLM's prefix cache
         self._uncached = self._writable[~self._cached[job.num_prefix :]]
+        num_before = int((self._uncached < spans[0].start).sum()) if spans else 0
+        num_before = num_before if num_before >= _LONG_BEGINNING else 0
+        self._beginning = self._writable[:num_before]  # is computed first, and is then as a cached prefix
+        self._writable, self._uncached = self._writable[num_before:], self._uncached[num_before:]
         self._eligible = self._cached.clone()
         self._exact_until = exact_until(spans, job.token_ids)
         self._eligible[: self._exact_until] = False
-        self._num_begun = 0  # tokens that were computed before the first pass
         self._num_loaded = 0  # of every span, so many of the first layers are in the blocks already
 
     def run(self, step: StepBudget) -> Generator[None, None, None]:
@@ -141,7 +144,8 @@ class _Attempt:
         self._report.policy = policy
         if policy.is_full or not self._spans:
             self._count(self._writable)
-            yield from self._recompute(self._writable, (), step, shift=False)
+            everything = torch.cat([self._beginning, self._writable])
+            yield from self._recompute(everything, (), step, shift=False)
             return
         yield from self._compute_beginning(step)
         if not policy.recomputes_some:
@@ -156,18 +160,14 @@ class _Attempt:
 
     def _compute_beginning(self, step: StepBudget) -> Generator[None, None, None]:
         """Compute a long text before the first chunk, exactly: from then on it is as what vLLM's prefix cache has."""
-        first = self._spans[0].start
-        beginning = self._uncached[self._uncached < first]
-        if len(beginning) < _LONG_BEGINNING:
-            return
-        yield from self._recompute(beginning, (), step, shift=False)
-        self._num_begun, self._num_prefix = len(beginning), first
-        self._writable, self._uncached = self._writable[len(beginning) :], self._uncached[len(beginning) :]
-        if not step.alone:
-            yield
+        if len(self._beginning):
+            yield from self._recompute(self._beginning, (), step, shift=False)
+            self._num_prefix = self._spans[0].start
+            if not step.alone:
+                yield
 
     def _count(self, computed: torch.Tensor) -> None:
-        self._report.tokens.recomputed = self._num_begun + len(computed)
+        self._report.tokens.recomputed = len(self._beginning) + len(computed)
         self._report.tokens.reused = len(self._writable) - len(computed)
         self._report.tokens.recomputed_runs = runs_of(computed[self._cached[computed]])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
 
+from ragkv.engine import fusion
 from ragkv.engine.device_copy import PARTS, CopiedParts, StagedEntry
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
@@ -438,6 +439,24 @@ def test_a_chunk_is_exact_behind_the_beginning_that_it_was_precomputed_after():
     assert exact_until([replace(behind, anchor_hash="mean")], tokens) == 7
     assert exact_until([replace(behind, start=9, offset=2, num_tokens=8)], tokens) == 7
     assert exact_until([], tokens) == 0
+
+
+@pytest.mark.parametrize("policy", ["none", "query:0.3"])
+def test_a_long_beginning_is_computed_once_and_counts_for_nothing(loader, monkeypatch, policy):
+    monkeypatch.setattr(fusion, "_LONG_BEGINNING", 8)
+    beginning, length = ANCHOR + FIRST, len(ANCHOR + FIRST)
+    span = Span(length, 21, chunk_hash(SECOND), chunk_hash(beginning))
+    Precompute(loader).precompute([Job("b", PrecomputeTask(span), beginning + SECOND, BLOCKS, 0)])
+    for layer in loader.forward.layers:
+        layer.kv_cache.zero_()
+    loader.forward.num_computed.clear()
+    report, _ = fuse(loader, policy, spans=(span,))
+    assert report.problem is None and loader.forward.num_computed[0] == length
+    assert sum(loader.forward.num_computed[1:]) <= 2 * 3  # the question, by each pass: the chunk is exact there
+    assert report.tokens.recomputed == length + 3 and report.tokens.reused == 9
+    for layer, expected in enumerate(expected_kv()):
+        for found, wanted in zip(kv(loader, layer), expected, strict=True):
+            torch.testing.assert_close(found, wanted[:24])
 
 
 def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import httpx
 import pytest
@@ -168,12 +169,12 @@ def test_a_llama_index_chat_engine_with_a_prompt_of_its_own(servers, tmp_path):
     passages = tmp_path / "passages.json"
     passages.write_text(json.dumps([part for text in NOTES.values() for part in text.split("\n\n")]))
     command = [os.environ["LLAMA_INDEX_PYTHON"], str(Path(__file__).with_name("llama_index_client.py"))]
-    command += [str(servers[True].base_url), SERVED, str(passages)]
+    command += [str(servers[True].base_url), SERVED, str(passages), "12", "12"]
     questions = "How is glaze fired, and of what is a kiln?\nAnd at which temperature?\n"
     before = metric(servers[True], "fused_requests")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, input=questions, env=environment, check=True, capture_output=True, text=True)
-    assert len(json.loads(done.stdout)) == 2
+    assert [bool(json.loads(line)["answer"]) for line in done.stdout.splitlines()] == [True, True]
     assert metric(servers[True], "fused_requests") >= before + 1
 
 
@@ -340,3 +341,31 @@ def test_what_is_learnt_stays_with_its_salt(servers):
     for salt, number in (("theirs", 50), ("others", 51)):
         assert report(ask(salt, number)) is None
     assert report(chat(servers[True], about(passage, 52))) is None
+
+
+def ttft_s(client, text, salt):
+    begin = time.perf_counter()
+    next(iter(chat(client, text, stream=True, max_tokens=1, extra_body={"cache_salt": salt})))
+    return time.perf_counter() - begin
+
+
+def test_a_passage_of_another_salt_cannot_be_told_by_its_time(servers):
+    """What one salt's requests have taught is quick for them, and takes what new passages do for everybody else."""
+    passages = "\n\n".join(map(unindexed, ("harbour", "observatory", "orchard")))
+    for number in range(2, 60):
+        answer = chat(servers[True], about(passages, number), extra_body={"cache_salt": "gardeners"})
+        if report(answer) and report(answer)["tokens"]["reused"] > 0.6 * answer.usage.prompt_tokens:
+            break
+        time.sleep(1)
+    times = {"own": [], "another's": [], "new": []}
+    for i in range(3):
+        new = "\n\n".join(unindexed(f"{kind} {i}") for kind in ("tramway", "foundry", "aqueduct"))
+        for kind, text, salt in (
+            ("own", about(passages, 70 + i), "gardeners"),
+            ("another's", about(passages, 80 + i), f"sailors {i}"),  # who asks twice is served by what that taught
+            ("new", about(new, 90 + i), f"masons {i}"),
+        ):
+            times[kind].append(ttft_s(servers[True], text, salt))
+    own, others, new = (median(each) for each in times.values())
+    assert own < 0.75 * others  # so that it could be told
+    assert 0.5 < others / new < 2
