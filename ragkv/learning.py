@@ -63,6 +63,7 @@ class Learner:
         self._serving: dict[str, tuple[Sequence[int], str | None]] = {}  # by request: its prompt and salt
         self._work: Work | None = None
         self._paused_until = 0.0
+        self._num_learnt = 0
         self._random = random.Random(0)
 
     def arrived(self, request_id: str, token_ids: Sequence[int], salt: str | None) -> None:
@@ -80,6 +81,11 @@ class Learner:
         """The task in work has ended."""
         if self._work is not None:
             self._go_on(report is not None and not report.failed)
+
+    def take_num_learnt(self) -> int:
+        """Return how many passages were learnt since the last call."""
+        num_learnt, self._num_learnt = self._num_learnt, 0
+        return num_learnt
 
     def _note(self, token_ids: Sequence[int], salt: str | None) -> None:
         recurring = self._prompts.pop(salt, None) or Recurring(self._config.min_tokens, self._config.max_tokens)
@@ -179,7 +185,7 @@ class Learner:
         if kv.num_contexts > 1:
             self._alone[passage] = None
         else:
-            self._stored.put(learnt, passage.token_ids)
+            self._put(passage, learnt)
 
     def _averaged(self, passage: _Passage, learnt: Chunks) -> Work:
         """Precompute the passage's mean over contexts, and have it found."""
@@ -196,7 +202,11 @@ class Learner:
             task = kv.mean_task(alone, contexts, self._max_model_len)
             if not (yield [*self._stored.layout.anchor, *passage.token_ids], task):
                 return self._pause("the KV of a passage can't be stored")
+        self._put(passage, learnt)
+
+    def _put(self, passage: _Passage, learnt: Chunks) -> None:
         self._stored.put(learnt, passage.token_ids)
+        self._num_learnt += 1
 
     def _behind(self, lacking: Lacking) -> Work:
         """Precompute a chunk behind a beginning of prompts."""

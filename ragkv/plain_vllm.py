@@ -129,7 +129,9 @@ class RagKV(RagKVConnector):
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
         totals = self._scheduler.take_totals()
-        return ReuseStats(data=dict(totals)) if totals else None
+        if self._learner is not None:
+            totals["learnt_passages"] += self._learner.take_num_learnt()
+        return ReuseStats(data=dict(totals)) if any(totals.values()) else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Attach to the model, which vLLM doesn't hand over: its runner, which calls this, has it."""

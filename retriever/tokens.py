@@ -4,8 +4,8 @@ Two windows of each chunk are hashed, one near each end, and a prompt's every wi
 found is compared with the chunk token by token, in the catalogue, before it counts.
 """
 
+import struct
 import threading
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +18,7 @@ SEAM = 4  # tokens at either end of a chunk that may be others in a prompt, wher
 BATCH = 4096  # chunks read from the catalogue at a time
 _BASE = 0x9E3779B97F4A7C15  # of the polynomial, odd
 _MIX = 0xD6E8FEB86659FD93
+_ONE, _SIX_BITS = np.uint64(1), np.uint64(63)
 _WINDOWS_A_WORD = 2  # of 64 bits in the filter, which says at once that most of a prompt's windows aren't there
 _MOST_ALIKE = 16  # chunks that are looked at for one window
 _MOST_COMPARED, _FEW_COMPARED = 8, 1 << 16  # tokens compared for each of the prompt's, at most, and for a short prompt
@@ -103,8 +104,7 @@ class TokenIndex:
         if len(prompt) < WINDOW:
             return []
         hashes = window_hashes(prompt)
-        bits = _bits(hashes)
-        hits = [hit for windows in (self._windows, self._recent) for hit in windows.find(hashes, bits)]
+        hits = [hit for windows in (self._windows, self._recent) for hit in windows.find(hashes)]
         return apart(self._compared(prompt, hits)) if hits else []
 
     def _compared(self, prompt: Tokens, hits: list[tuple[int, int, int]]) -> list[FoundChunk]:
@@ -175,14 +175,15 @@ class _Windows:
             np.concatenate([self._offsets, other._offsets]),
         )
 
-    def find(self, hashes: Hashes, bits: Hashes) -> list[tuple[int, int, int]]:
-        """Return (position, chunk's id, offset in the chunk) of each of a prompt's windows that is here.
-
-        bits: of the windows' hashes.
-        """
+    def find(self, hashes: Hashes) -> list[tuple[int, int, int]]:
+        """Return (position, chunk's id, offset in the chunk) of each of a prompt's windows that is here."""
         if not len(self):
             return []
-        at = np.flatnonzero((self._filter[hashes >> self._shift] & bits) == bits)
+        words = self._filter.take((hashes >> self._shift).view(np.int64))
+        some = words & (_ONE << (hashes & _SIX_BITS)) != 0  # a tenth of them, of which the other bits tell more
+        at = np.flatnonzero(some)
+        bits = _bits(hashes[at])
+        at = at[(words[at] & bits) == bits]
         first = np.searchsorted(self._hashes, hashes[at])
         last = np.minimum(np.searchsorted(self._hashes, hashes[at], side="right"), first + _MOST_ALIKE)
         return [
@@ -194,7 +195,7 @@ class _Windows:
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
     """Return token ids `[n]`, sooner than NumPy itself makes an array of a list."""
-    return np.frombuffer(array("i", token_ids), np.int32)
+    return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
 
 
 def window_hashes(tokens: Tokens) -> Hashes:
@@ -210,9 +211,9 @@ def window_hashes(tokens: Tokens) -> Hashes:
 
 def _bits(hashes: Hashes) -> Hashes:
     """Return which bits of a word of the filter each hash sets: up to three, by its lowest bits."""
-    one, mask, bits = np.uint64(1), np.uint64(63), np.zeros_like(hashes)
+    bits = np.zeros_like(hashes)
     for shift in (0, 6, 12):
-        bits |= one << ((hashes >> np.uint64(shift)) & mask)
+        bits |= _ONE << ((hashes >> np.uint64(shift)) & _SIX_BITS)
     return bits
 
 

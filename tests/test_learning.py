@@ -89,6 +89,7 @@ def test_a_passage_is_precomputed_after_the_anchor_and_others_and_found_then(ser
     assert served.ask(prompt) == []
     catalog = served.stored.learnt_by(None).catalog
     assert [info.num_tokens for info in catalog.documents()] in ([100, 150], [150, 100])
+    assert [served.learner.take_num_learnt() for _ in range(2)] == [2, 0]
     served.home.check_owner(Owner("model", MODEL, "any embedder"))
     with pytest.raises(StoreError, match="indexed with the model model"):
         served.home.check_owner(Owner("other", "9" * 32, "any embedder"))

@@ -17,6 +17,7 @@ COUNTERS = {
     "recomputed_tokens": "Prompt tokens of fused requests that ragkv computed itself",
     "unusable_chunks": "Chunks in prompts whose KV was missing or damaged",
     "failed_requests": "Requests that were to be fused, and that vLLM prefilled instead",
+    "learnt_passages": "Passages of prompts that are found from then on, for they recurred",
 }
 
 

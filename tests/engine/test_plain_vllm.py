@@ -329,7 +329,7 @@ def test_passages_that_recur_are_learnt(servers):
     found = report(answer)
     assert found["problem"] is None and found["tokens"]["reused"] > 128
     assert said(chat(servers[True], text, params={"policy": "full"})) == said(chat(servers[False], text))
-    assert metric(servers[True], "failed_requests") == 0
+    assert metric(servers[True], "failed_requests") == 0 and metric(servers[True], "learnt_passages") >= 1
 
 
 def test_what_is_learnt_stays_with_its_salt(servers):
