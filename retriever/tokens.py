@@ -1,7 +1,8 @@
 """Search by tokens: which chunks stand in a prompt, and where. A copy of some of the catalogue's, in memory only.
 
-Two windows of each chunk are hashed, one near each end, and a prompt's every window is looked up among them. What is
-found is compared with the chunk token by token, in the catalogue, before it counts.
+Of each chunk windows near either end are hashed, two neighbours there, so that one of them begins at an even position
+wherever the chunk stands in a prompt. A prompt's windows at even positions are looked up among them. What is found is
+compared with the chunk token by token, in the catalogue, before it counts.
 """
 
 import struct
@@ -19,6 +20,7 @@ BATCH = 4096  # chunks read from the catalogue at a time
 _BASE = 0x9E3779B97F4A7C15  # of the polynomial, odd
 _MIX = 0xD6E8FEB86659FD93
 _ONE, _SIX_BITS = np.uint64(1), np.uint64(63)
+_STRIDE = 2  # a prompt's windows begin so far from each other
 _WINDOWS_A_WORD = 2  # of 64 bits in the filter, which says at once that most of a prompt's windows aren't there
 _MOST_ALIKE = 16  # chunks that are looked at for one window
 _MOST_COMPARED, _FEW_COMPARED = 8, 1 << 16  # tokens compared for each of the prompt's, at most, and for a short prompt
@@ -103,7 +105,7 @@ class TokenIndex:
         prompt = as_tokens(token_ids)
         if len(prompt) < WINDOW:
             return []
-        hashes = window_hashes(prompt)
+        hashes = window_hashes(prompt, _STRIDE)
         hits = [hit for windows in (self._windows, self._recent) for hit in windows.find(hashes)]
         return apart(self._compared(prompt, hits)) if hits else []
 
@@ -176,7 +178,10 @@ class _Windows:
         )
 
     def find(self, hashes: Hashes) -> list[tuple[int, int, int]]:
-        """Return (position, chunk's id, offset in the chunk) of each of a prompt's windows that is here."""
+        """Return (position, chunk's id, offset in the chunk) of each of a prompt's windows that is here.
+
+        hashes: of the windows at every `_STRIDE`-th position.
+        """
         if not len(self):
             return []
         words = self._filter.take((hashes >> self._shift).view(np.int64))
@@ -185,9 +190,11 @@ class _Windows:
         bits = _bits(hashes[at])
         at = at[(words[at] & bits) == bits]
         first = np.searchsorted(self._hashes, hashes[at])
+        is_here = self._hashes.take(first, mode="clip") == hashes[at]
+        at, first = at[is_here], first[is_here]
         last = np.minimum(np.searchsorted(self._hashes, hashes[at], side="right"), first + _MOST_ALIKE)
         return [
-            (int(position), int(self._ids[row]), int(self._offsets[row]))
+            (_STRIDE * int(position), int(self._ids[row]), int(self._offsets[row]))
             for position, begin, end in zip(at, first, last, strict=True)
             for row in range(begin, end)
         ]
@@ -198,11 +205,15 @@ def as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
 
 
-def window_hashes(tokens: Tokens) -> Hashes:
-    """Return the hash of each window of `[..., n]` tokens, `[..., n - WINDOW + 1]`: of a polynomial modulo 2^64."""
-    hashes, base, width = tokens.astype(np.uint64) + np.uint64(1), _BASE, 1
+def window_hashes(tokens: Tokens, stride: int = 1) -> Hashes:
+    """Return the hashes of windows of `[..., n]` tokens, at every `stride`-th position, 1 or 2: of a polynomial modulo
+    2^64. `[..., (n - WINDOW) // stride + 1]`."""
+    hashes = tokens.astype(np.uint64) + np.uint64(1)
+    hashes = hashes[..., :-1:stride] * np.uint64(_BASE) + hashes[..., 1::stride]  # of two tokens
+    base, width = _BASE * _BASE % (1 << 64), 2
     while width < WINDOW:
-        hashes = hashes[..., :-width] * np.uint64(base) + hashes[..., width:]
+        step = width // stride
+        hashes = hashes[..., :-step] * np.uint64(base) + hashes[..., step:]
         base, width = base * base % (1 << 64), 2 * width
     hashes ^= hashes >> np.uint64(32)
     hashes *= np.uint64(_MIX)
@@ -218,11 +229,12 @@ def _bits(hashes: Hashes) -> Hashes:
 
 
 def _offsets(num_tokens: int) -> list[int]:
-    """Return where in a chunk its windows begin."""
+    """Return where in a chunk its windows begin: `_STRIDE` in a row near either end, or in the middle."""
     last = num_tokens - WINDOW
     if last < 0:
         return []
-    return sorted({SEAM, last - SEAM}) if last >= 2 * SEAM else [last // 2]
+    near = [SEAM, last - SEAM] if last >= 2 * SEAM else [last // 2]
+    return sorted({offset for first in near for offset in range(first, min(first + _STRIDE, last + 1))})
 
 
 def apart(found: list[FoundChunk]) -> list[FoundChunk]:
