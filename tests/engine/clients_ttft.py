@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -25,14 +24,14 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from test_plain_vllm import SERVED, metric, served
+from test_plain_vllm import SERVED, metric, with_and_without
 from transformers import AutoTokenizer
 
 from ragkv import models
 from ragkv.evals.manual import TITLES, excerpt
 from ragkv.settings import load_config
 
-PASSAGES, RETRIEVED, TOKENS = 24, 8, 500
+PASSAGES, RETRIEVED, TOKENS = 24, 8, 504  # with the instruction and the question a prompt has 4,096 tokens and more
 PAUSE_S = 6  # between two questions, in which ragkv may learn
 QUIET_S = 2  # before each request: vLLM's worker looks for work for a second after it had some, without sleeping
 
@@ -84,12 +83,12 @@ class LlamaIndex:
 
 def manual(tokenizer, drawing):
     """Passages that differ, each of one chunk."""
-    cut = [tokenizer.encode(excerpt(title, drawing))[:TOKENS] for title in drawing.sample(TITLES, PASSAGES)]
-    return [" ".join(tokenizer.decode(each).split()) for each in cut]
+    texts = [" ".join(excerpt(title, drawing).split()) for title in drawing.sample(TITLES, PASSAGES)]
+    return [tokenizer.decode(tokenizer.encode(text)[:TOKENS]).strip() for text in texts]
 
 
-def start(stack, folder, passages):
-    """Index the passages, and start vLLM with the connector and without: clients, by whether it is on."""
+def prepared(folder, passages):
+    """Index the passages. Returns vLLM's configuration with the connector, and its environment."""
     config = load_config()
     environment = {
         **os.environ,
@@ -107,26 +106,21 @@ def start(stack, folder, passages):
     ragkv = [sys.executable, "-m", "ragkv"]
     subprocess.run([*ragkv, "index", *map(str, files)], env=environment, check=True, stdout=sys.stderr)
     written = subprocess.run([*ragkv, "vllm-config", "--learn"], env=environment, check=True, capture_output=True)
-    configuration, clients = yaml.safe_load(written.stdout), {}
-    for is_on in (True, False):
-        if not is_on:
-            del configuration["kv-transfer-config"]
-        file = folder / f"vllm-{is_on}.yaml"
-        file.write_text(yaml.safe_dump(configuration))
-        clients[is_on] = stack.enter_context(served(file, environment, folder / f"vllm-{is_on}.log"))
-    return clients
+    return yaml.safe_load(written.stdout), environment
 
 
 def compare(kind, clients, passages, num_questions, folder):
     asking = {is_on: kind(client, passages, folder) for is_on, client in clients.items()}
     drawing, times, reused = random.Random(1), {True: [], False: []}, []
+    lengths = []  # of the prompts, in tokens
     for number in range(num_questions):
         words = " ".join(word for each in drawing.sample(passages, 2) for word in drawing.sample(each.split(), 6))
-        before = metric(clients[True], "reused_tokens")
+        before, asked = metric(clients[True], "reused_tokens"), metric(clients[False], "prompt_tokens", "vllm")
         for is_on in (True, False) if number % 2 else (False, True):
             time.sleep(QUIET_S)
             times[is_on].append(asking[is_on].ask(f"Question {number}: what of {words}?"))
         reused.append(metric(clients[True], "reused_tokens") - before)
+        lengths.append(metric(clients[False], "prompt_tokens", "vllm") - asked)
         time.sleep(PAUSE_S)
     late = {is_on: median(each[num_questions // 2 :]) for is_on, each in times.items()}
     return {
@@ -135,6 +129,7 @@ def compare(kind, clients, passages, num_questions, folder):
         "ragkv_ttft_s": [round(each, 3) for each in times[True]],
         "vllm_ttft_s": [round(each, 3) for each in times[False]],
         "speedup": round(late[False] / late[True], 2),
+        "prompt_tokens": lengths,
         "reused_tokens": reused,
     }
 
@@ -143,11 +138,11 @@ def main(num_questions):
     config = load_config()
     tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.name, config.home))
     passages = manual(tokenizer, random.Random(0))
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        clients = start(stack, folder, passages)
-        for kind in (LangChain, LlamaIndex) if "LLAMA_INDEX_PYTHON" in os.environ else (LangChain,):
-            print(json.dumps(compare(kind, clients, passages, num_questions, folder)), flush=True)
+        with with_and_without(*prepared(folder, passages), folder) as clients:
+            for kind in (LangChain, LlamaIndex) if "LLAMA_INDEX_PYTHON" in os.environ else (LangChain,):
+                print(json.dumps(compare(kind, clients, passages, num_questions, folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,16 +64,22 @@ def configuration(home, environment):
 
 @pytest.fixture(scope="module")
 def servers(home, environment, configuration):
-    """With the connector, and without: the clients, by whether it is on."""
+    with with_and_without(configuration, environment, home) as clients:
+        yield clients
+
+
+@contextmanager
+def with_and_without(configuration, environment, folder):
+    """Two servers, with the connector and without: their clients, by whether it is on."""
     with ExitStack() as stack:
         clients = {}
         for is_on in (True, False):
             config = dict(configuration)
             if not is_on:
                 del config["kv-transfer-config"]
-            file = home / f"vllm-{is_on}.yaml"
+            file = folder / f"vllm-{is_on}.yaml"
             file.write_text(yaml.safe_dump(config))
-            clients[is_on] = stack.enter_context(served(file, environment, home / f"vllm-{is_on}.log"))
+            clients[is_on] = stack.enter_context(served(file, environment, folder / f"vllm-{is_on}.log"))
         yield clients
 
 
@@ -185,9 +191,9 @@ def test_what_was_reused_is_in_vllms_metrics(servers):
     assert metric(servers[True], "failed_requests") == 0
 
 
-def metric(client, name):
+def metric(client, name, prefix="ragkv"):
     text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"ragkv:{name}_total"))
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{prefix}:{name}_total"))
 
 
 def logprobs(answer):
