@@ -119,12 +119,12 @@ class LayerKV:
         return restored(k, self.k_scale, self.k_low), restored(v, self.v_scale[:, tokens], v_low)
 
     def part(self, start: int, end: int) -> "LayerKV":
-        """Return the KV of the tokens `[start, end)`, in memory of its own."""
+        """Return the KV of the tokens `[start, end)`, in the same memory unless there is a difference."""
         if self.difference is not None:
             return LayerKV(*self.decoded(), self.base_position).part(start, end)
         v_std = None if self.v_std is None else self.v_std[start:end]
-        k, v = (x[:, start:end].contiguous() for x in (self.k, self.v))
-        v_scale, v_low = (None if x is None else x[:, start:end].contiguous() for x in (self.v_scale, self.v_low))
+        k, v = self.k[:, start:end], self.v[:, start:end]
+        v_scale, v_low = (None if x is None else x[:, start:end] for x in (self.v_scale, self.v_low))
         base = self.base_position + start
         return replace(self, k=k, v=v, base_position=base, v_std=v_std, v_scale=v_scale, v_low=v_low)
 

@@ -48,12 +48,12 @@ def unpacked(pairs: torch.Tensor) -> torch.Tensor:
 class Staged:
     """One layer of a chunk on the device, as the store has it.
 
-    k, v: `[Hkv, T, D]`, float32, float16 or bfloat16, or with scales int8 or float8_e4m3fn, or with scales and lows
-    4-bit numbers, packed in uint8 `[Hkv, T, D / 2]`. slots: `[T]` int64, each token's slot in the paged cache; below 0:
-    not written. moved: by how many positions the keys are rotated further than where they were computed. k_scale, k_low
-    `[Hkv, 1, D]`, v_scale, v_low `[Hkv, T, 1]`, float32, of packed numbers float16: a number is the stored one times
-    its scale, plus its low. shift: None where no token of the chunk was recomputed. addend: None where KV is as it is
-    stored.
+    k, v: `[Hkv, T, D]`, perhaps some tokens of a longer chunk, float32, float16 or bfloat16, or with scales int8 or
+    float8_e4m3fn, or with scales and lows 4-bit numbers, packed in uint8 `[Hkv, T, D / 2]`. slots: `[T]` int64, each
+    token's slot in the paged cache; below 0: not written. moved: by how many positions the keys are rotated further
+    than where they were computed. k_scale, k_low `[Hkv, 1, D]`, v_scale, v_low `[Hkv, T, 1]`, float32, of packed
+    numbers float16: a number is the stored one times its scale, plus its low. shift: None where no token of the chunk
+    was recomputed. addend: None where KV is as it is stored.
     """
 
     k: torch.Tensor
@@ -81,21 +81,26 @@ class Staged:
         return k, v
 
 
-FIELDS = 17  # of a row of `table`
+FIELDS = 18  # of a row of `table`
 
 
 def table(chunks: list[Staged]) -> list[list[int]]:
     """Return what a kernel needs to know of each chunk, FIELDS numbers: the addresses of k, v, their scales, their
     lows, of the slots, of the shift's k, v and weights and of the addend's rows, scale and numbers (0: none), the
-    number of tokens, how far it moves, where it starts, and the addend's number of rows."""
+    number of tokens, how far it moves, where it starts, the addend's number of rows, and how many tokens further in
+    memory the next head's k, v, v_scale and v_low begin."""
     rows = []
     for chunk in chunks:
         shift = (chunk.shift.k, chunk.shift.v, chunk.shift.weights) if chunk.shift else (None, None, None)
         added = (chunk.addend.rows, chunk.addend.scale, chunk.addend.numbers) if chunk.addend else (None, None, None)
-        grids = (chunk.k_scale, chunk.v_scale, chunk.k_low, chunk.v_low)
-        parts = (chunk.k, chunk.v, *grids, chunk.slots, *shift, *added)
+        num_heads, num_tokens, size = chunk.k.shape
+        stride = chunk.k.stride(0) // size if num_heads > 1 else num_tokens
+        for part in (chunk.k, chunk.v, chunk.v_scale, chunk.v_low):
+            assert part is None or (num_heads == 1 or part.stride(0) == stride * part.shape[2])
+        by_head = [None if part is None else part[0] for part in (chunk.k, chunk.v, chunk.v_scale, chunk.v_low)]
+        parts = (*by_head[:2], chunk.k_scale, by_head[2], chunk.k_low, by_head[3], chunk.slots, *shift, *added)
         num_added = chunk.addend.scale.shape[2] if chunk.addend else 0
-        numbers = (chunk.k.shape[1], chunk.moved, chunk.shift.start if chunk.shift else 0, num_added)
+        numbers = (num_tokens, chunk.moved, chunk.shift.start if chunk.shift else 0, num_added, stride)
         rows.append([*map(_address, parts), *numbers])
     return rows
 

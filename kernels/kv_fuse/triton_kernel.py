@@ -11,8 +11,8 @@ _NUMBERS = 2048  # of a program: some tokens of one head, in few enough register
 
 
 def kv_fuse(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> None:
-    """Compute `kv_fuse_reference`. The chunks have one stored type and are contiguous. Keeps nothing of them: their
-    memory may be reused once the stream has passed this."""
+    """Compute `kv_fuse_reference`. The chunks have one stored type; a head's tokens are contiguous. Keeps nothing of
+    them: their memory may be reused once the stream has passed this."""
     if not any(chunk.k.shape[1] for chunk in chunks):
         return
     device = kv.k.device
@@ -118,7 +118,7 @@ def _decoded(
 ):
     """Return K (part 0) or V (1) of these tokens and dimensions, with the addend."""
     numbers = tl.multiple_of(tl.load(row + part).to(tl.pointer_type(STORED)), ALIGN)
-    at = head * tl.load(row + 13) + t  # of all heads' tokens
+    at = head * tl.load(row + 17) + t  # in memory, of all heads' tokens
     if PACKED:
         x = _unpacked(numbers, at, d, written, HEAD_SIZE).to(tl.float32)
     else:

@@ -1,8 +1,8 @@
 // The operators on CPU, called through ctypes (`ragkv.kernels.native`); the references in Python define them.
 //
-// Compiled for several instruction sets; vectors are GCC's and Clang's own. Products are tiles of ROWS x 2 vectors that
-// stay in registers, over keys and values that are packed once for many rows; softmax is in float32. Compiled for
-// finite numbers only: what a row doesn't see is set to LOWEST, not to minus infinity.
+// Compiled for several instruction sets; vectors are GCC's and Clang's own. Queries are the columns of a product, so a
+// row of KV is a row of factors as it lies in memory, and softmax goes down the columns, in float32. Compiled for finite
+// numbers only: what a query doesn't see is set to LOWEST, not to minus infinity.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -20,14 +20,15 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int W = 16, ROWS = 12;
+constexpr int W = 16, ROWS = 8;
 #elif defined(__AVX2__)
-constexpr int W = 8, ROWS = 6;
+constexpr int W = 8, ROWS = 4;
 #else
 constexpr int W = 4, ROWS = 4;
 #endif
-constexpr int KEYS = 128;  // of a block, a multiple of 2 W
-constexpr int64_t MAX_SCORES = 1 << 18;  // that a thread holds at a time
+constexpr int KEYS = 128;  // of a block, a multiple of ROWS
+constexpr int SIDE = 2 * W;     // columns of a product: rows (query, member of a group of heads)
+constexpr int MOST_SIDES = 12;  // that share a block's keys and values
 constexpr float LOWEST = -1e30f;
 
 typedef float vec __attribute__((vector_size(W * 4)));
@@ -72,13 +73,6 @@ inline void put(bfloat16* to, float x) {  // to the nearest, ties to even
   to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-#ifdef __AVX512BF16__
-inline void store(bfloat16* x, vec y) {
-  const __m256bh z = _mm512_cvtneps_pbh((__m512)y);
-  std::memcpy(x, &z, sizeof z);
-}
-#endif
-
 // Returns e^x for x <= 0, to 2 units in the last position (Cephes' polynomial).
 inline vec exp_(vec x) {
   x = x < vec{} - 87.0f ? vec{} - 87.0f : x;
@@ -98,39 +92,31 @@ inline vec exp_(vec x) {
   return p * scale;
 }
 
-// Writes e^(s scale - most) to to[0..n) and returns the sum. n is a multiple of W.
-template <typename T>
-inline float exponentials(const float* s, int n, float scale, float most, T* to) {
-  vec added{};
-  for (int i = 0; i < n; i += W) {
-    const vec p = exp_(load(s + i) * scale - most);
-    store(to + i, p);
-    added += p;
-  }
-  float sum = 0;
-  for (int i = 0; i < W; ++i) sum += added[i];
-  return sum;
+inline float total(vec x) {
+  float parts[W];
+  store(parts, x);
+  for (int width = W / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  return parts[0];
 }
 
-inline float largest(const float* s, int n) {
-  vec highest = load(s);
-  for (int i = W; i < n; i += W) {
-    const vec x = load(s + i);
-    highest = x > highest ? x : highest;
-  }
-  float most = highest[0];
-  for (int i = 1; i < W; ++i) most = std::max(most, highest[i]);
-  return most;
+inline void cap(float* s, int64_t n, float scale, float soft_cap) {
+  for (int64_t i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] * scale / soft_cap);
 }
 
-inline void cap(float* s, int n, float scale, float soft_cap) {
-  for (int i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] * scale / soft_cap);
+inline float pair(bfloat16 low, bfloat16 high) {
+  const uint32_t bits = low.bits | uint32_t(high.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
 }
 
 // The factors of products, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
+// as_factors: makes scores [KEYS][SIDE] factors, [KEYS / numbers][SIDE].
 struct Single {
   static constexpr int numbers = 1;
   static inline vec add(vec sum, float a, vec b) { return sum + a * b; }
+  static inline void as_factors(float*) {}
 };
 #ifdef __AVX512BF16__
 struct Pair {
@@ -138,43 +124,43 @@ struct Pair {
   static inline vec add(vec sum, float a, vec b) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
   }
+  static inline __m512i bits(const float* x) {
+    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(x)));
+  }
+  static inline void as_factors(float* scores) {
+    for (int i = 0; i < KEYS / 2; ++i)
+      for (int col = 0; col < SIDE; col += W) {
+        const float* x = scores + 2 * i * SIDE + col;
+        _mm512_storeu_si512(scores + i * SIDE + col, _mm512_or_si512(bits(x), _mm512_slli_epi32(bits(x + SIDE), 16)));
+      }
+  }
 };
 #endif
 
-// to[ROWS][2 W] (+)= a b: a[r][i] is a[i * a_step + r * a_row], b is [depth][b_step].
+// A matrix of factors: `at` is its first, `step` leads to the next one of a sum, `row` to the next sum.
+struct Factors {
+  const float* at;
+  int64_t step, row;
+
+  Factors from(int64_t r) const { return {at + r * row, step, row}; }
+};
+
+// to[ROWS][SIDE] (+)= a b: b is [depth][SIDE].
 template <bool ADD, typename Cell = Single>
-inline void product(const float* a, int a_step, int a_row, const float* b, int b_step, int depth, float* to,
-                    int64_t to_step) {
+inline void product(const Factors& a, const float* b, int depth, float* to) {
   vec sums[ROWS][2];
   for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) sums[r][c] = ADD ? load(to + r * to_step + c * W) : vec{};
+    for (int c = 0; c < 2; ++c) sums[r][c] = ADD ? load(to + r * SIDE + c * W) : vec{};
   for (int i = 0; i < depth; ++i) {
-    const vec left = load(b + i * b_step), right = load(b + i * b_step + W);
+    const vec left = load(b + i * SIDE), right = load(b + i * SIDE + W);
     for (int r = 0; r < ROWS; ++r) {
-      const float factor = a[i * a_step + r * a_row];
+      const float factor = a.at[i * a.step + r * a.row];
       sums[r][0] = Cell::add(sums[r][0], factor, left);
       sums[r][1] = Cell::add(sums[r][1], factor, right);
     }
   }
   for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) store(to + r * to_step + c * W, sums[r][c]);
-}
-
-// Writes up to KEYS rows of `size` numbers as columns of `to` [size][KEYS], zeros after them. In squares, so that
-// neither side is accessed with large strides.
-template <typename T, typename At>
-inline void pack_columns(At row_at, int count, int size, float* to) {
-  constexpr int SIDE = 8;
-  for (int i = 0; i < KEYS; i += SIDE)
-    for (int d = 0; d < size; d += SIDE) {
-      const int height = std::min(SIDE, size - d);
-      float square[SIDE][SIDE] = {};
-      for (int r = 0; r < SIDE && i + r < count; ++r) {
-        const T* row = row_at(i + r) + d;
-        for (int c = 0; c < height; ++c) square[c][r] = number(row[c]);
-      }
-      for (int c = 0; c < height; ++c) std::memcpy(to + size_t(d + c) * KEYS + i, square[c], sizeof square[c]);
-    }
+    for (int c = 0; c < 2; ++c) store(to + r * SIDE + c * W, sums[r][c]);
 }
 
 int num_threads() {
@@ -193,40 +179,6 @@ inline Paged paged(const int64_t* strides, int64_t block_size) {
   return {strides[0], strides[1], strides[2], strides[3], block_size};
 }
 
-// As pack_columns, of tokens from the n-th on, where a block's tokens are contiguous.
-template <typename T, typename At>
-inline void copy_columns(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
-  int run;
-  for (int i = 0; i < count; i += run) {
-    run = int(std::min<int64_t>(count - i, layout.block_size - (n + i) % layout.block_size));
-    const T* from = row_at(i);
-    for (int d = 0; d < size; ++d)
-      for (int t = 0; t < run; ++t) to[size_t(d) * KEYS + i + t] = number(from[d * layout.number + t]);
-  }
-  for (int d = 0; d < size; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
-}
-
-// Writes pairs of a[i] and b[i]; b null: of a[i] and 0.
-inline void interleave(const bfloat16* a, const bfloat16* b, int count, float* to) {
-  for (int i = 0; i < count; ++i) {
-    const uint32_t bits = a[i].bits | (b ? uint32_t(b[i].bits) << 16 : 0);
-    std::memcpy(to + i, &bits, sizeof bits);
-  }
-}
-
-// As copy_columns, in pairs of vertical neighbours.
-template <typename At>
-inline void copy_column_pairs(const Paged& layout, At row_at, int64_t n, int count, int size, float* to) {
-  int run;
-  for (int i = 0; i < count; i += run) {
-    run = int(std::min<int64_t>(count - i, layout.block_size - (n + i) % layout.block_size));
-    const bfloat16* from = row_at(i);
-    for (int d = 0; d < size; d += 2)
-      interleave(from + d * layout.number, from + (d + 1) * layout.number, run, to + size_t(d / 2) * KEYS + i);
-  }
-  for (int d = 0; d < size / 2; ++d) std::fill(to + size_t(d) * KEYS + count, to + size_t(d + 1) * KEYS, 0.0f);
-}
-
 // selective_attention
 
 struct Attention {
@@ -238,113 +190,172 @@ struct Attention {
   const float* sinks;  // null: none
 };
 
+// KV of one head, from token n on, up to KEYS of them. Where it lies in memory as products read it, it is read there.
+template <typename T, typename Cell>
+struct Block {
+  const Attention& c;
+  int64_t head, n;
+  int count;
+
+  const T* token(const T* cache, const Paged& layout, int i) const {
+    const int64_t at = n + i;
+    return cache + c.block_table[at / layout.block_size] * layout.block + at % layout.block_size * layout.row +
+           head * layout.head;
+  }
+  bool is_contiguous(const Paged& layout) const {
+    return count == KEYS && n % layout.block_size + KEYS <= layout.block_size;
+  }
+
+  // Rows are keys, sums are over their numbers. room: [KEYS][depth].
+  Factors keys(const T* k, int depth, float* room) const {
+    const Paged& layout = c.keys;
+    if constexpr (std::is_same_v<T, float>)
+      if (is_contiguous(layout)) return {token(k, layout, 0), layout.number, layout.row};
+    for (int i = 0; i < count; ++i) {
+      const T* from = token(k, layout, i);
+      float* to = room + size_t(i) * depth;
+      if constexpr (Cell::numbers == 2)
+        for (int d = 0; d < depth; ++d) to[d] = pair(from[2 * d * layout.number], from[(2 * d + 1) * layout.number]);
+      else
+        for (int d = 0; d < depth; ++d) to[d] = number(from[d * layout.number]);
+    }
+    std::fill(room + size_t(count) * depth, room + size_t(KEYS) * depth, 0.0f);
+    return {room, 1, depth};
+  }
+
+  // Rows are numbers of values, sums are over tokens. room: [KEYS / Cell::numbers][height].
+  Factors values(const T* v, int size, int height, float* room) const {
+    const Paged& layout = c.values;
+    if constexpr (std::is_same_v<T, float>)
+      if (size == height && is_contiguous(layout)) return {token(v, layout, 0), layout.row, 1};
+    for (int i = 0; i < count; i += Cell::numbers) {
+      const T* from = token(v, layout, i);
+      float* to = room + size_t(i / Cell::numbers) * height;
+      if constexpr (Cell::numbers == 2) {
+        const T* next = i + 1 < count ? token(v, layout, i + 1) : nullptr;
+        for (int d = 0; d < size; ++d) to[d] = pair(from[d], next ? next[d] : T{});
+      } else
+        for (int d = 0; d < size; ++d) to[d] = number(from[d]);
+    }
+    const int used = (count + Cell::numbers - 1) / Cell::numbers;
+    std::fill(room + size_t(used) * height, room + size_t(KEYS / Cell::numbers) * height, 0.0f);
+    return {room, height, 1};
+  }
+};
+
+// SIDE rows (query, member of the group) of one KV head. Sums are [height][SIDE].
+struct Rows {
+  const float* queries;  // [depth][SIDE]
+  float *sums, *top, *total;
+  const int32_t* positions;  // sorted
+};
+
+// Turns scores [KEYS][SIDE] of tokens from n on into e^(score - top), which is kept up, as are total and sums.
+inline void soften(const Attention& c, const Rows& rows, int64_t n, float factor, int height, float* scores) {
+  const int64_t first = rows.positions[0], last = rows.positions[SIDE - 1];
+  const bool sees_all = n + KEYS - 1 <= first && !(c.window && last - c.window + 1 > n);
+  ivec positions[2];
+  std::memcpy(positions, rows.positions, sizeof positions);
+  const auto visible = [&](int i, int half) {
+    const int32_t at = int32_t(n + i);
+    const ivec is_past = positions[half] >= at;
+    return c.window ? is_past & (positions[half] - int32_t(c.window) < at) : is_past;
+  };
+  for (int half = 0; half < 2; ++half) {
+    float* s = scores + half * W;
+    vec most = load(s);
+    if (!sees_all)
+      for (int i = 0; i < KEYS; ++i) store(s + i * SIDE, visible(i, half) ? load(s + i * SIDE) : vec{} + LOWEST);
+    for (int i = 0; i < KEYS; ++i) {
+      const vec x = load(s + i * SIDE);
+      most = i && most > x ? most : x;
+    }
+    const vec before = load(rows.top + half * W);
+    const vec top = most * factor > before ? most * factor : before;
+    vec added{};
+    for (int i = 0; i < KEYS; ++i) {
+      vec p = exp_(load(s + i * SIDE) * factor - top);
+      if (!sees_all) p = visible(i, half) ? p : vec{};
+      store(s + i * SIDE, p);
+      added += p;
+    }
+    const vec faded = exp_(before - top);
+    store(rows.total + half * W, load(rows.total + half * W) * faded + added);
+    store(rows.top + half * W, top);
+    bool fades = false;
+    for (int i = 0; i < W; ++i) fades |= top[i] > before[i];
+    for (int d = 0; fades && d < height; ++d) {
+      float* sum = rows.sums + size_t(d) * SIDE + half * W;
+      store(sum, load(sum) * faded);
+    }
+  }
+}
+
+// Rows [first, last) (query, member of the group) of one KV head. No product of a row depends on which others there are.
 template <typename T, typename Cell>
 void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int64_t head, int64_t first, int64_t last) {
   constexpr bool PAIRS = Cell::numbers == 2;
   const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size), depth = size / Cell::numbers;
-  const int width = (size + 2 * W - 1) / (2 * W) * (2 * W);
-  const int num_rows = int(last - first) * group, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
-  std::vector<float> queries(size_t(padded) * depth), sums(size_t(padded) * width), keys(size_t(depth) * KEYS),
-      values(size_t(KEYS) / Cell::numbers * width), scores(ROWS * KEYS), top(padded, LOWEST), total(padded);
-  std::vector<bfloat16> weights(PAIRS ? ROWS * KEYS : 0);
-  std::vector<int64_t> position(padded);
-  for (int row = 0; row < padded; ++row) {  // packed by ROWS: [padded / ROWS][depth][ROWS]
-    const int like = std::min(row, num_rows - 1);
-    const int64_t query = first + like / group, of = head * group + like % group;
-    position[row] = c.positions[query];
-    if (c.sinks) top[row] = c.sinks[of], total[row] = 1.0f;
-    const T* from = q + (query * c.num_heads + of) * size;
-    for (int d = 0; d < depth; ++d) {
-      float* to = &queries[(size_t(row / ROWS) * depth + d) * ROWS + row % ROWS];
+  const int height = (size + ROWS - 1) / ROWS * ROWS, num_rows = int(last - first);
+  const int padded = (num_rows + SIDE - 1) / SIDE * SIDE;
+  std::vector<float> queries(size_t(padded) * depth), sums(size_t(padded) * height), keys(size_t(KEYS) * depth),
+      values(size_t(KEYS) / Cell::numbers * height), scores(KEYS * SIDE), top(padded, LOWEST), total(padded);
+  std::vector<int32_t> positions(padded);
+  const auto of = [&](int64_t row) {  // where its query is
+    return (row / group * c.num_heads + head * group + row % group) * size;
+  };
+  for (int row = 0; row < padded; ++row) {
+    const int64_t like = first + std::min(row, num_rows - 1);
+    positions[row] = int32_t(c.positions[like / group]);
+    if (c.sinks) top[row] = c.sinks[head * group + like % group], total[row] = 1.0f;
+    const T* from = q + of(like);
+    float* to = &queries[size_t(row / SIDE) * depth * SIDE + row % SIDE];
+    for (int d = 0; d < depth; ++d)
       if constexpr (PAIRS)
-        std::memcpy(to, from + 2 * d, sizeof *to);
+        to[d * SIDE] = pair(from[2 * d], from[2 * d + 1]);
       else
-        *to = number(from[d]) * c.scale;
-    }
+        to[d * SIDE] = number(from[d]) * c.scale;
   }
   const float scale = PAIRS ? c.scale : 1.0f, factor = c.soft_cap ? 1.0f : scale;  // scaled pairs would lose digits
-  const auto weight_at = [&](int r) {
-    if constexpr (PAIRS)
-      return &weights[r * KEYS];
-    else
-      return &scores[r * KEYS];
-  };
-  const auto at = [&](const T* cache, const Paged& layout, int64_t n) {
-    return cache + c.block_table[n / layout.block_size] * layout.block + n % layout.block_size * layout.row +
-           head * layout.head;
-  };
-  const int64_t end = position[padded - 1] + 1;
-  const int64_t begin = c.window ? std::max<int64_t>(0, position[0] - c.window + 1) : 0;
+  const int64_t end = positions[padded - 1] + 1;
+  const int64_t begin = c.window ? std::max<int64_t>(0, positions[0] - c.window + 1) : 0;
   for (int64_t n = begin; n < end; n += KEYS) {
-    const int count = int(std::min<int64_t>(KEYS, end - n));
-    const auto key_at = [&](int i) { return at(k, c.keys, n + i); };
-    if constexpr (PAIRS) {
-      if (c.keys.number == 1)
-        pack_columns<float>([&](int i) { return (const float*)key_at(i); }, count, depth, keys.data());
-      else
-        copy_column_pairs(c.keys, key_at, n, count, size, keys.data());
-      for (int i = 0; i < count; i += 2)
-        interleave(at(v, c.values, n + i), i + 1 < count ? at(v, c.values, n + i + 1) : nullptr, size,
-                   &values[size_t(i / 2) * width]);
-    } else {
-      if (c.keys.number == 1)
-        pack_columns<T>(key_at, count, size, keys.data());
-      else
-        copy_columns<T>(c.keys, key_at, n, count, size, keys.data());
-      for (int i = 0; i < count; ++i) {
-        const T* value = at(v, c.values, n + i);
-        for (int d = 0; d < size; ++d) values[size_t(i) * width + d] = number(value[d]);
-      }
-    }
-    std::fill(values.begin() + size_t((count + Cell::numbers - 1) / Cell::numbers) * width, values.end(), 0.0f);
-    for (int row = 0; row < padded; row += ROWS) {
-      if (position[row + ROWS - 1] < n) continue;                          // all are before n
-      if (c.window && position[row] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
-      for (int col = 0; col < KEYS; col += 2 * W)
-        product<false, Cell>(&queries[size_t(row) * depth], ROWS, 1, &keys[col], KEYS, depth, &scores[col], KEYS);
-      for (int r = 0; r < ROWS; ++r) {
-        float* s = &scores[r * KEYS];
-        if (c.soft_cap) cap(s, KEYS, scale, c.soft_cap);
-        const int64_t seen = position[row + r] + 1 - n, unseen = c.window ? seen - c.window : 0;
-        for (int64_t i = std::max<int64_t>(0, seen); i < KEYS; ++i) s[i] = LOWEST;
-        for (int64_t i = 0; i < std::min<int64_t>(unseen, KEYS); ++i) s[i] = LOWEST;
-        if (seen <= 0 || unseen >= KEYS) {
-          std::memset(weight_at(r), 0, KEYS * sizeof *weight_at(r));
-          continue;
-        }
-        const float most = std::max(top[row + r], largest(s, KEYS) * factor);
-        const float sum = exponentials(s, KEYS, factor, most, weight_at(r));
-        if (most > top[row + r]) {
-          const float faded = std::exp(top[row + r] - most);
-          total[row + r] *= faded;
-          float* o = &sums[size_t(row + r) * width];
-          for (int d = 0; d < width; ++d) o[d] *= faded;
-          top[row + r] = most;
-        }
-        total[row + r] += sum;
-      }
-      for (int col = 0; col < width; col += 2 * W)
-        product<true, Cell>((const float*)weight_at(0), 1, KEYS / Cell::numbers, &values[col], width, KEYS / Cell::numbers,
-                            &sums[size_t(row) * width + col], width);
+    const Block<T, Cell> block{c, head, n, int(std::min<int64_t>(KEYS, end - n))};
+    const Factors key = block.keys(k, depth, keys.data()), value = block.values(v, size, height, values.data());
+    for (int row = 0; row < padded; row += SIDE) {
+      const Rows rows{&queries[size_t(row) * depth], &sums[size_t(row) * height], &top[row], &total[row], &positions[row]};
+      if (rows.positions[SIDE - 1] < n) continue;                            // all are before n
+      if (c.window && rows.positions[0] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
+      for (int i = 0; i < KEYS; i += ROWS)
+        product<false, Cell>(key.from(i), rows.queries, depth, &scores[i * SIDE]);
+      if (c.soft_cap) cap(scores.data(), KEYS * SIDE, scale, c.soft_cap);
+      soften(c, rows, n, factor, height, scores.data());
+      Cell::as_factors(scores.data());
+      for (int d = 0; d < height; d += ROWS)
+        product<true, Cell>(value.from(d), scores.data(), KEYS / Cell::numbers,
+                            rows.sums + size_t(d) * SIDE);
     }
   }
   for (int row = 0; row < num_rows; ++row) {
-    T* to = out + ((first + row / group) * c.num_heads + head * group + row % group) * size;
-    for (int d = 0; d < size; ++d) put(to + d, sums[size_t(row) * width + d] / total[row]);
+    T* to = out + of(first + row);
+    const float* sum = &sums[size_t(row / SIDE) * height * SIDE + row % SIDE];
+    for (int d = 0; d < size; ++d) put(to + d, sum[d * SIDE] / total[row]);
   }
 }
 
 template <typename T, typename Cell = Single>
 void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
-  const int64_t group = c.num_heads / c.num_kv_heads, at_most = std::max<int64_t>(1, 384 / group);
-  const int64_t wanted = c.num_queries * c.num_kv_heads / (2 * num_threads());  // so that all are busy to the end
-  const int64_t per_tile = std::min(at_most, std::max<int64_t>(std::max<int64_t>(1, 24 / group), wanted));
-  const int64_t num_tiles = (c.num_queries + per_tile - 1) / per_tile;
+  const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads), sides = (rows + SIDE - 1) / SIDE;
+  const int64_t threads = num_threads(), least = (sides + MOST_SIDES - 1) / MOST_SIDES;
+  int64_t tiles = least;  // alike, and as many as keep all threads busy to the end
+  while (tiles < sides && tiles * c.num_kv_heads % threads && tiles * c.num_kv_heads < 4 * threads) ++tiles;
+  const int64_t rows_each = (sides + tiles - 1) / tiles * SIDE;
+  tiles = (rows + rows_each - 1) / rows_each;
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t i = 0; i < num_tiles * c.num_kv_heads; ++i) {
-    const int64_t tile = num_tiles - 1 - i / c.num_kv_heads;  // the longest first
-    attend<T, Cell>(c, (const T*)q, (const T*)k, (const T*)v, (T*)out, i % c.num_kv_heads, tile * per_tile,
-                    std::min(c.num_queries, (tile + 1) * per_tile));
+  for (int64_t i = 0; i < tiles * c.num_kv_heads; ++i) {
+    const int64_t tile = tiles - 1 - i / c.num_kv_heads;  // the longest first
+    attend<T, Cell>(c, (const T*)q, (const T*)k, (const T*)v, (T*)out, i % c.num_kv_heads, tile * rows_each,
+                    std::min(rows, (tile + 1) * rows_each));
   }
 }
 
@@ -357,52 +368,68 @@ struct Scores {
   int64_t window;
 };
 
-// Adds the attention of rows [first, last) (query, member of the group) of one KV head to votes [N].
+// Adds the attention of rows [first, last) (query, member of the group) of one KV head, SIDE at most, to votes [N].
 template <typename T>
-void vote(const Scores& c, const T* q, const T* k, int64_t head, int first, int last, float* votes) {
-  const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size);
-  const int num_rows = last - first, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
-  const int64_t width = (c.num_tokens + KEYS - 1) / KEYS * KEYS;
-  std::vector<float> queries(size_t(padded) * size), keys(size_t(size) * KEYS), scores(size_t(padded) * width);
-  for (int row = 0; row < padded; ++row) {
-    const int like = first + std::min(row, num_rows - 1);
-    const T* from = q + (int64_t(like / group) * c.num_heads + head * group + like % group) * size;
-    for (int d = 0; d < size; ++d)
-      queries[(size_t(row / ROWS) * size + d) * ROWS + row % ROWS] = number(from[d]) * c.scale;
+void vote(const Scores& c, const T* q, const T* k, int64_t head, int64_t first, int64_t last, float* votes) {
+  const int64_t group = c.num_heads / c.num_kv_heads, size = c.size, num_tokens = c.num_tokens;
+  std::vector<float> queries(size_t(size) * SIDE), room(size_t(KEYS) * size),
+      scores(size_t(num_tokens + KEYS) * SIDE);
+  int32_t seen[SIDE], unseen[SIDE];  // the last position that a row sees, and the last that it doesn't see any more
+  float counts[SIDE];
+  for (int row = 0; row < SIDE; ++row) {
+    const int64_t like = std::min(first + row, last - 1);
+    seen[row] = int32_t(c.q_positions[like / group]);
+    unseen[row] = c.window ? seen[row] - int32_t(c.window) : INT32_MIN;
+    counts[row] = first + row < last ? 1.0f : 0.0f;
+    const T* from = q + (like / group * c.num_heads + head * group + like % group) * size;
+    for (int64_t d = 0; d < size; ++d) queries[d * SIDE + row] = number(from[d]) * c.scale;
   }
-  for (int64_t n = 0; n < c.num_tokens; n += KEYS) {
-    const int count = int(std::min<int64_t>(KEYS, c.num_tokens - n));
-    pack_columns<T>([&](int i) { return k + head * c.k_head + (n + i) * c.k_token; }, count, size, keys.data());
-    for (int row = 0; row < padded; row += ROWS)
-      for (int col = 0; col < KEYS; col += 2 * W)
-        product<false>(&queries[size_t(row) * size], ROWS, 1, &keys[col], KEYS, size,
-                       &scores[size_t(row) * width + n + col], width);
+  for (int64_t n = 0; n < num_tokens; n += KEYS) {
+    const int64_t count = std::min<int64_t>(KEYS, num_tokens - n);
+    const T* from = k + head * c.k_head + n * c.k_token;
+    Factors keys{room.data(), 1, size};
+    if constexpr (std::is_same_v<T, float>)
+      if (count == KEYS) keys = {from, 1, c.k_token};
+    for (int64_t i = 0; keys.at == room.data() && i < count; ++i)
+      for (int64_t d = 0; d < size; ++d) room[i * size + d] = number(from[i * c.k_token + d]);
+    for (int i = 0; i < KEYS; i += ROWS)
+      product<false>(keys.from(i), queries.data(), int(size), &scores[size_t(n + i) * SIDE]);
   }
-  for (int row = 0; row < num_rows; ++row) {
-    float* s = &scores[size_t(row) * width];
-    const int64_t last_seen = c.q_positions[(first + row) / group];
-    const int64_t first_seen = c.window ? last_seen - c.window + 1 : INT64_MIN;
-    if (c.soft_cap) cap(s, int(width), 1.0f, c.soft_cap);
-    for (int64_t n = 0; n < c.num_tokens; ++n)
-      s[n] = c.k_positions[n] <= last_seen && c.k_positions[n] >= first_seen ? s[n] : LOWEST;
-    std::fill(s + c.num_tokens, s + width, LOWEST);
-    const float share = 1.0f / exponentials(s, int(width), 1.0f, largest(s, int(width)), s);
-    for (int64_t n = 0; n < c.num_tokens; ++n) votes[n] += share * s[n];
+  if (c.soft_cap) cap(scores.data(), num_tokens * SIDE, 1.0f, c.soft_cap);
+  vec shares[2];
+  for (int half = 0; half < 2; ++half) {
+    ivec newest, oldest;
+    std::memcpy(&newest, seen + half * W, sizeof newest);
+    std::memcpy(&oldest, unseen + half * W, sizeof oldest);
+    float* s = scores.data() + half * W;
+    vec most = vec{} + LOWEST, added{};
+    for (int64_t n = 0; n < num_tokens; ++n) {
+      const int32_t at = int32_t(c.k_positions[n]);
+      const vec x = (newest >= at) & (oldest < at) ? load(s + n * SIDE) : vec{} + LOWEST;
+      store(s + n * SIDE, x);
+      most = x > most ? x : most;
+    }
+    for (int64_t n = 0; n < num_tokens; ++n) {
+      const vec p = exp_(load(s + n * SIDE) - most);
+      store(s + n * SIDE, p);
+      added += p;
+    }
+    shares[half] = load(counts + half * W) / added;
   }
+  for (int64_t n = 0; n < num_tokens; ++n)
+    votes[n] += total(load(&scores[n * SIDE]) * shares[0] + load(&scores[n * SIDE + W]) * shares[1]);
 }
 
 template <typename T>
 void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
-  const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads);
-  const int64_t wanted = std::min(rows * c.num_kv_heads / (3 * num_threads()), MAX_SCORES / c.num_tokens);
-  const int rows_each = std::max(2 * ROWS, int(wanted + ROWS - 1) / ROWS * ROWS);
-  const int parts = int(rows + rows_each - 1) / rows_each, units = parts * int(c.num_kv_heads);
-  const int teams = std::min(units, num_threads());
+  const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads), sides = (rows + SIDE - 1) / SIDE;
+  const int64_t units = sides * c.num_kv_heads;
+  const int teams = int(std::min<int64_t>(units, num_threads()));
   std::vector<float> sums(size_t(teams) * c.num_tokens);
 #pragma omp parallel for schedule(static, 1)
   for (int team = 0; team < teams; ++team)  // each has its own units: sums don't depend on timing
-    for (int i = team; i < units; i += teams)
-      vote(c, (const T*)q, (const T*)k, i / parts, i % parts * rows_each, std::min(int(rows), (i % parts + 1) * rows_each),
+    for (int64_t i = team; i < units; i += teams)
+      vote(c, (const T*)q, (const T*)k, i / sides, i % sides * SIDE, std::min(rows, (i % sides + 1) * SIDE),
            &sums[size_t(team) * c.num_tokens]);
   std::fill(votes, votes + c.num_tokens, 0.0f);
   for (int team = 0; team < teams; ++team)
@@ -420,9 +447,9 @@ struct Chunk {  // a row of `ragkv.kernels.kv_fuse.table`
   const int32_t* rows;
   const _Float16* added_scale;
   const uint8_t* added;
-  int64_t num_tokens, moved, start, num_added;
+  int64_t num_tokens, moved, start, num_added, stride;
 };
-static_assert(sizeof(Chunk) == 17 * 8, "as in the table");
+static_assert(sizeof(Chunk) == 18 * 8, "as in the table");
 
 struct Fuse {
   int64_t num_heads, size, pairs;
@@ -480,7 +507,7 @@ void fuse(const Fuse& f, const Chunk& chunk, T* key_cache, T* value_cache, int64
   const int64_t distance = chunk.moved < 0 ? -chunk.moved : chunk.moved;
   const float sign = chunk.moved < 0 ? -1.0f : 1.0f;
   for (int64_t t = first; t < last; ++t) {
-    const int64_t slot = chunk.slots[t], from = head * chunk.num_tokens + t;
+    const int64_t slot = chunk.slots[t], from = head * chunk.stride + t;
     if (slot < 0) continue;
     read((const S*)chunk.k, from, size, x);
     if (chunk.k_scale)

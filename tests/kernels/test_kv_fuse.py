@@ -12,6 +12,7 @@ from ragkv.kernels.operands import PagedKV, Rotation
 
 BLOCK_SIZE = 16
 ROTATIONS = [(64, 64, True), (64, 32, False), (80, 32, True), (96, 96, False), (128, 128, True), (256, 64, False)]
+_BY_TOKEN = ("k", "v", "v_scale", "v_low")
 LAYOUTS = ("NHD", "NHD by block", "HND", "one block")
 
 every_implementation = pytest.mark.parametrize("kv_fuse", implementations("kv_fuse", "triton", "native"))
@@ -165,6 +166,19 @@ def test_what_some_tokens_are_added(kv_fuse, lengths, stored, head_size, rotated
     chunks, num_blocks = request(lengths, 3, head_size, stored)
     for each in (with_addends(chunks), shifted(with_addends(chunks)), [*with_addends(chunks)[:1], *chunks[1:]]):
         check(kv_fuse, each, rotation(rotated, neox), "NHD", num_blocks, torch.float32)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8])
+def test_some_tokens_of_a_longer_chunk(kv_fuse, stored, num_heads):
+    chunks, num_blocks = request([33, 20], num_heads, 64, stored)
+
+    def tokens(each):
+        cut = {name: None if x is None else x[:, 3:18] for name in _BY_TOKEN for x in [getattr(each, name)]}
+        return replace(each, slots=each.slots[3:18], **cut)
+
+    check(kv_fuse, shifted(map(tokens, chunks)), rotation(64, True), "NHD", num_blocks, torch.float32)
 
 
 @every_implementation
