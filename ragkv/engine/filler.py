@@ -61,8 +61,9 @@ class PassPlan:
     other tokens. stage: the field of the report that the pass's time is added to, apart from the load's.
 
     attend_in: the blocks over which the tokens attend by our kernel. That may be the filler's `blocks` only if the
-    spans and `positions` together are all tokens up to the last; else it is the filler's `paged`. None: vLLM's own
-    attention. flush: False leaves the pass's KV out of vLLM's blocks if the filler's are separate.
+    spans, `positions` and what was kept together are all tokens up to the last; else it is the filler's `paged`. None:
+    vLLM's own attention. flush: False leaves the pass's KV out of vLLM's blocks if the filler's are separate. keep:
+    the positions, of these, whose KV stays as this pass computes it, for the passes that follow.
     """
 
     positions: torch.Tensor
@@ -72,13 +73,15 @@ class PassPlan:
     stage: Literal["probe_ms", "recompute_ms"] = "recompute_ms"
     attend_in: Blocks | None = None
     flush: bool = True
+    keep: torch.Tensor | None = None
 
 
 class BlockFiller:
     """The blocks of one request being filled.
 
     blocks: where a layer's KV is put together. paged: vLLM's own blocks, None if our kernels can't read their layout.
-    is_separate: whether `blocks` is memory of ours, as on CPU, from which KV is copied (flushed) into vLLM's.
+    is_separate: whether `blocks` is memory of ours, as on CPU, from which KV is copied (flushed) into vLLM's. kept: the
+    positions whose KV a pass has computed for good.
     """
 
     def __init__(self, loader: KVLoader, job: Job, report: Report) -> None:
@@ -88,9 +91,13 @@ class BlockFiller:
         self.slots = self.blocks.slots.clone()
         if not self.is_separate:  # vLLM's prefix cache must not be written: other requests share those blocks
             self.slots[: job.num_prefix] = _NOT_WRITTEN
+        self.kept = torch.empty(0, dtype=torch.int64)
+        self._kept_kv: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer, where `blocks` doesn't hold it
 
     def run(self, plan: PassPlan) -> None:
         """Do one pass. Raises BadSpanError if a span can't be loaded; some layers are written then: fill them again."""
+        if plan.keep is not None:
+            self.kept, self._kept_kv = plan.keep, []
         stages = self.report.stages
         begin, loaded_before = time.perf_counter(), stages.load_ms
         with self.loader.snapshot() as snapshot:
@@ -101,6 +108,18 @@ class BlockFiller:
     def is_transient(self, attend_in: Blocks | None) -> bool:
         """Return whether a pass that attends there keeps its KV only if it is flushed."""
         return self.is_separate and attend_in is self.blocks
+
+    def keep(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep the KV `[T, Hkv, D]` of the kept positions that a pass has computed at this layer."""
+        if self.is_separate:
+            block_ids = torch.tensor(self.job.block_ids)
+            self.loader.forward.write(layer, k, v, self.loader.forward.slots(self.kept, block_ids))
+            self._kept_kv.append((k, v))
+
+    def put_kept(self, layer: int) -> None:
+        """Put the kept positions' KV where the layer's is put together."""
+        if self._kept_kv:
+            self.blocks.put(layer, self.kept, *self._kept_kv[layer])
 
     def load(self, snapshot: Snapshot, layer: int, spans: Sequence[Span], *, flush: bool) -> None:
         """Write one layer of spans into the blocks of a job without a cached prefix; into vLLM's, if flushed."""
@@ -120,6 +139,8 @@ class _Pass:
         self._num_layers, device = len(self._forward.layers), self._forward.device
         self._positions = plan.positions.to(device)
         self._slots = filler.slots.index_fill(0, self._positions, _NOT_WRITTEN)  # these are computed in the pass
+        kept = plan.positions[:0] if plan.keep is None else plan.keep
+        self._kept_rows = torch.searchsorted(plan.positions, kept).to(device)
         self._mean_shift = MeanShift(plan.positions, device) if plan.shift else None
         num_computed = int(plan.positions[-1]) + 1 if len(plan.positions) else 0
         self._end = max([num_computed, *(span.end for span in plan.spans_at(0))])
@@ -152,6 +173,8 @@ class _Pass:
             attend_in, observe = self._plan.attend_in, self._plan.observe
             if attend_in is not None and attend_in is not self._blocks:  # vLLM's, which a flush overwrites
                 attend_in.put(layer, self._positions, k, v)
+            if self._plan.keep is not None:
+                self._filler.keep(layer, k[self._kept_rows], v[self._kept_rows])
             self._record_load(layer, begin)
             return observe(LayerView(layer, q, k, v, loaded, self._blocks, self._key_positions)) if observe else None
 
@@ -166,6 +189,8 @@ class _Pass:
         self._loader.fuse(layer, loaded, self._blocks, self._slots, shifts)
         if len(self._positions) and (self._plan.observe or self._plan.attend_in is self._blocks):
             self._blocks.put(layer, self._positions, k, v)
+        if self._plan.keep is None:
+            self._filler.put_kept(layer)
         return loaded
 
     def _flush(self, layer: int) -> None:

@@ -35,6 +35,7 @@ from ragkv.policies import (
 logger = logging.getLogger(__name__)
 
 _MOST_PROBED = 1024  # tokens, beside other requests: a probe isn't sliced, and they wait for its end
+_KEEPS_PROBED = 0.25  # of the cached tokens: where no more are recomputed, the probe's KV before the last chunk stays
 _LONG_BEGINNING = 64  # tokens before the first chunk: fewer are computed with each pass as soon as in one of their own
 
 
@@ -156,7 +157,8 @@ class _Attempt:
             chosen = self._choose(policy)
             selected = torch.cat([self._uncached, chosen[chosen >= self._num_prefix]]).sort().values
             self._count(selected)
-            yield from self._recompute(selected, self._spans, step, shift=policy.shift)
+            left = selected[~torch.isin(selected, self._filler.kept)]
+            yield from self._recompute(left, self._spans, step, shift=policy.shift)
 
     def _compute_beginning(self, step: StepBudget) -> Generator[None, None, None]:
         """Compute a long text before the first chunk, exactly: from then on it is as what vLLM's prefix cache has."""
@@ -184,7 +186,8 @@ class _Attempt:
     def _choose_by_votes(self, policy: Policy, num_tokens: int) -> torch.Tensor:
         """Run the uncached tokens, the question above all, over the loaded KV, up to the last voting layer.
 
-        Nothing is chosen if no text follows the chunks, for then nobody votes.
+        Nothing is chosen if no text follows the chunks, for then nobody votes. The KV of what stands before the last
+        chunk is kept: another pass would compute it anew over a cache of which few tokens have changed.
         """
         voters = (self._uncached >= self._spans[-1].end).nonzero().flatten()[-MAX_VOTERS:]
         if not len(voters):
@@ -196,6 +199,8 @@ class _Attempt:
         plan = PassPlan(
             self._uncached, self._all_spans, votes.observe, stage="probe_ms", attend_in=attend_in, flush=is_kept
         )
+        if policy.budget <= _KEEPS_PROBED and layers.stop == len(self._forward.layers):
+            plan = replace(plan, keep=self._uncached[self._uncached < self._spans[-1].end])
         self._filler.run(plan)
         self._num_loaded = layers.stop if is_kept else 0
         attention, counts = votes.results()
@@ -265,7 +270,9 @@ class _Attempt:
             return None
         if filler.is_separate:
             has_fused_prefix = self._num_prefix > self._exact_until  # from another fusion, in vLLM's cache only
-            known = covered(len(self._cached), positions, spans)[: int(positions[-1]) + 1]
+            known = covered(len(self._cached), positions, spans)
+            known[filler.kept] = True
+            known = known[: int(positions[-1]) + 1]
             if has_fused_prefix or not bool(known.all()):
                 return filler.paged
         return filler.blocks

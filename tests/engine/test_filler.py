@@ -459,6 +459,34 @@ def test_a_long_beginning_is_computed_once_and_counts_for_nothing(loader, monkey
             torch.testing.assert_close(found, wanted[:24])
 
 
+@pytest.mark.parametrize("slice_tokens", [1000, 4])
+@pytest.mark.parametrize("policy, is_kept", [("query:0.2", True), ("guided:0.2", True), ("query:0.3", False)])
+def test_what_has_no_kv_before_the_last_chunk_is_computed_by_the_probe(loader, policy, is_kept, slice_tokens):
+    again = Span(23, 30, F_SPAN.chunk_hash, F_SPAN.anchor_hash)
+    tokens, blocks = [*ANCHOR, *FIRST, *SECOND, 40, 41, *FIRST, *QUESTION], [*BLOCKS, 4, 6]
+
+    def computed(policy, slice_tokens):
+        loader.forward.num_computed.clear()
+        for layer in loader.forward.layers:
+            layer.kv_cache.zero_()
+        task = FuseTask((*SPANS, again), Policy.parse(policy))
+        report, _ = finish(Fusion(loader).fuse(Job("r", task, tokens, blocks, 0), StepBudget(slice_tokens)))
+        assert report.problem is None
+        return report, [loader.forward.read(layer, len(tokens), blocks) for layer in range(NUM_LAYERS)]
+
+    _, probed = computed("none", 1000)
+    _, at_once = computed(policy, 1000)
+    report, found = computed(policy, slice_tokens)
+    num_chosen = sum(end - start for start, end in report.tokens.recomputed_runs)
+    assert report.tokens.recomputed == 5 + num_chosen
+    probe, *rest = loader.forward.num_computed
+    assert probe == 5 and sum(rest) == num_chosen + (3 if is_kept else 5)
+    for layer in range(NUM_LAYERS):
+        torch.testing.assert_close(found[layer], at_once[layer], rtol=1e-4, atol=1e-4)
+        same = torch.allclose(found[layer][1][21:23], probed[layer][1][21:23], atol=1e-5)
+        assert same == (is_kept or layer < 2)  # KV of the first layer is exact, and so what the second makes of it
+
+
 def test_what_is_staged_is_what_the_store_has_in_memory(tmp_path):
     """On CUDA a whole entry is copied in parts; a layer is used as soon as its own part is there."""
     forward = TinyForward()
