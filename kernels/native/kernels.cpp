@@ -347,8 +347,13 @@ template <typename T, typename Cell = Single>
 void attend_all(const Attention& c, const void* q, const void* k, const void* v, void* out) {
   const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads), sides = (rows + SIDE - 1) / SIDE;
   const int64_t threads = num_threads(), least = (sides + MOST_SIDES - 1) / MOST_SIDES;
-  int64_t tiles = least;  // alike, and as many as keep all threads busy to the end
-  while (tiles < sides && tiles * c.num_kv_heads % threads && tiles * c.num_kv_heads < 4 * threads) ++tiles;
+  // Of one length, and as many as keep all threads busy to the end: a head's tiles differ in how many keys they see.
+  const auto is_even = [&](int64_t tiles) {
+    const int64_t units = tiles * c.num_kv_heads;
+    return units % threads == 0 && (tiles == 1 || units > 2 * threads);
+  };
+  int64_t tiles = least;
+  while (tiles < sides && !is_even(tiles) && tiles * c.num_kv_heads < 4 * threads) ++tiles;
   const int64_t rows_each = (sides + tiles - 1) / tiles * SIDE;
   tiles = (rows + rows_each - 1) / rows_each;
 #pragma omp parallel for schedule(dynamic, 1)

@@ -110,7 +110,10 @@ class BlockFiller:
         return self.is_separate and attend_in is self.blocks
 
     def keep(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep the KV `[T, Hkv, D]` of the kept positions that a pass has computed at this layer."""
+        """Keep the KV `[T, Hkv, D]` of the kept positions that a pass has computed at this layer.
+
+        It goes into vLLM's blocks as well, where later slices attend.
+        """
         if self.is_separate:
             block_ids = torch.tensor(self.job.block_ids)
             self.loader.forward.write(layer, k, v, self.loader.forward.slots(self.kept, block_ids))

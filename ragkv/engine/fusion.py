@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_PROBED = 1024  # tokens, beside other requests: a probe isn't sliced, and they wait for its end
 _KEEPS_PROBED = 0.25  # of the cached tokens: where no more are recomputed, the probe's KV before the last chunk stays
-_LONG_BEGINNING = 64  # tokens before the first chunk: fewer are computed with each pass as soon as in one of their own
+_LONG_BEGINNING = 64  # tokens before the first chunk: fewer are computed in the probe as soon as in a pass of their own
 
 
 @dataclass
@@ -199,7 +199,7 @@ class _Attempt:
         plan = PassPlan(
             self._uncached, self._all_spans, votes.observe, stage="probe_ms", attend_in=attend_in, flush=is_kept
         )
-        if policy.budget <= _KEEPS_PROBED and layers.stop == len(self._forward.layers):
+        if policy.budget <= _KEEPS_PROBED:
             plan = replace(plan, keep=self._uncached[self._uncached < self._spans[-1].end])
         self._filler.run(plan)
         self._num_loaded = layers.stop if is_kept else 0
