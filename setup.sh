@@ -92,7 +92,7 @@ python=$(find_python)
 choose_device
 lock=requirements/$device.txt
 key="$device $python $("$python" -V) $(pwd -P)
-$(cat "$lock" pyproject.toml setup.sh kernels/native/kernels.cpp | sha256sum)"
+$(cat "$lock" pyproject.toml setup.sh kernels/native/*.{cpp,h} | sha256sum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
     exit 0
 fi

@@ -91,25 +91,27 @@ def table(chunks: list[Staged]) -> list[list[int]]:
     memory the next head's k, v, v_scale and v_low begin."""
     rows = []
     for chunk in chunks:
-        shift = (chunk.shift.k, chunk.shift.v, chunk.shift.weights) if chunk.shift else (None, None, None)
-        added = (chunk.addend.rows, chunk.addend.scale, chunk.addend.numbers) if chunk.addend else (None, None, None)
         num_heads, num_tokens, size = chunk.k.shape
         stride = chunk.k.stride(0) // size if num_heads > 1 else num_tokens
-        for part in (chunk.k, chunk.v, chunk.v_scale, chunk.v_low):
-            assert part is None or (num_heads == 1 or part.stride(0) == stride * part.shape[2])
-        by_head = [None if part is None else part[0] for part in (chunk.k, chunk.v, chunk.v_scale, chunk.v_low)]
-        parts = (*by_head[:2], chunk.k_scale, by_head[2], chunk.k_low, by_head[3], chunk.slots, *shift, *added)
-        num_added = chunk.addend.scale.shape[2] if chunk.addend else 0
-        numbers = (num_tokens, chunk.moved, chunk.shift.start if chunk.shift else 0, num_added, stride)
-        rows.append([*map(_address, parts), *numbers])
+        by_head = (chunk.k, chunk.v, chunk.v_scale, chunk.v_low)
+        assert all(part is None or _is_by_head(part, stride) for part in by_head)
+        shift, addend = chunk.shift, chunk.addend
+        moving = (shift.k, shift.v, shift.weights) if shift else (None, None, None)
+        added = (addend.rows, addend.scale, addend.numbers) if addend else (None, None, None)
+        whole = (chunk.k_scale, chunk.k_low, chunk.slots, *moving, *added)
+        assert all(part is None or part.is_contiguous() for part in whole)
+        k_scale, k_low, *others = (0 if part is None else part.data_ptr() for part in whole)
+        k, v, v_scale, v_low = (0 if part is None else part.data_ptr() for part in by_head)
+        numbers = (num_tokens, chunk.moved, shift.start if shift else 0, addend.scale.shape[2] if addend else 0, stride)
+        rows.append([k, v, k_scale, v_scale, k_low, v_low, *others, *numbers])
     return rows
 
 
-def _address(part: torch.Tensor | None) -> int:
-    if part is None:
-        return 0
-    assert part.is_contiguous()
-    return part.data_ptr()
+def _is_by_head(part: torch.Tensor, stride: int) -> bool:
+    """Return whether the tokens of a head are contiguous, and the next head's begin `stride` tokens further."""
+    (num_heads, num_tokens, size), strides = part.shape, part.stride()
+    by_token = (num_tokens == 1 or strides[1] == size) and (size == 1 or strides[2] == 1)
+    return by_token and (num_heads == 1 or strides[0] == stride * size)
 
 
 def kv_fuse_reference(chunks: list[Staged], rotation: Rotation | None, kv: PagedKV) -> None:

@@ -24,7 +24,8 @@ _TYPES = {
     torch.float8_e4m3fn: 4,
     torch.uint8: 5,  # two 4-bit numbers
 }
-_CAPABILITY_TO_LIBRARIES = {"AVX512": ["_avx512_bf16", "_avx512"], "AVX2": ["_avx2"]}  # by torch's name; the best first
+# By torch's name of what the processor can; the best first.
+_CAPABILITY_TO_LIBRARIES = {"AVX512": ["_amx", "_avx512_bf16", "_avx512"], "AVX2": ["_avx2"]}
 _SIGNATURES = {  # p: an address, i: int, n: int64, f: float
     "ragkv_selective_attention": "ippppppppppff",
     "ragkv_query_scores": "ippppppff",
@@ -36,11 +37,10 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "n": ctypes.c_int64, "f": ct
 @functools.cache
 def find() -> ctypes.CDLL | None:
     """Load the library for this processor; None if it wasn't compiled or can't be loaded."""
+    is_usable = {"_amx": torch.cpu._is_amx_tile_supported(), "_avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
     names = _CAPABILITY_TO_LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ["_baseline"])
-    # Where there is AMX, on Intel's, products of pairs of bfloat16 take 1.6 times as long as those of float32.
-    has_fast_pairs = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    specs = [importlib.util.find_spec(f"{__name__}.{name}") for name in names if has_fast_pairs or "bf16" not in name]
-    spec = next((spec for spec in specs if spec is not None), None)  # an old compiler knows no bfloat16
+    specs = [importlib.util.find_spec(f"{__name__}.{name}") for name in names if is_usable.get(name, True)]
+    spec = next((spec for spec in specs if spec is not None), None)  # an old compiler knows no AMX or bfloat16
     if spec is None or spec.origin is None:
         return None
     try:

@@ -13,84 +13,12 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+
+#include "products.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16, ROWS = 8;
-#elif defined(__AVX2__)
-constexpr int W = 8, ROWS = 4;
-#else
-constexpr int W = 4, ROWS = 4;
-#endif
-constexpr int KEYS = 128;  // of a block, a multiple of ROWS
-constexpr int SIDE = 2 * W;     // columns of a product: rows (query, member of a group of heads)
 constexpr int MOST_SIDES = 12;  // that share a block's keys and values
-constexpr float LOWEST = -1e30f;
-
-typedef float vec __attribute__((vector_size(W * 4)));
-typedef int32_t ivec __attribute__((vector_size(W * 4)));
-
-inline vec load(const float* x) {
-  vec y;
-  std::memcpy(&y, x, sizeof y);
-  return y;
-}
-inline void store(float* x, vec y) { std::memcpy(x, &y, sizeof y); }
-
-struct bfloat16 {
-  uint16_t bits;
-};
-struct e4m3 {
-  uint8_t bits;
-};
-struct packed {  // two numbers of 4 bits
-  uint8_t bits;
-};
-inline float number(float x) { return x; }
-inline float number(_Float16 x) { return float(x); }
-inline float number(int8_t x) { return x; }
-inline float number(bfloat16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-inline float number(e4m3 x) {  // its bits, seven places up, are those of a half of 2^-8 times its value
-  const uint16_t bits = uint16_t((x.bits & 0x7f) << 7 | (x.bits & 0x80) << 8);
-  _Float16 y;
-  std::memcpy(&y, &bits, sizeof y);
-  return float(y) * 256.0f;
-}
-inline void put(float* to, float x) { *to = x; }
-inline void put(_Float16* to, float x) { *to = _Float16(x); }
-inline void put(bfloat16* to, float x) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// Returns e^x for x <= 0, to 2 units in the last position (Cephes' polynomial).
-inline vec exp_(vec x) {
-  x = x < vec{} - 87.0f ? vec{} - 87.0f : x;
-  const ivec power = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);  // rounds: what is cut off is below 0
-  const vec n = __builtin_convertvector(power, vec);
-  const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  vec p = vec{} + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const ivec bits = (power + 127) << 23;
-  vec scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
-}
 
 inline float total(vec x) {
   float parts[W];
@@ -102,65 +30,6 @@ inline float total(vec x) {
 
 inline void cap(float* s, int64_t n, float scale, float soft_cap) {
   for (int64_t i = 0; i < n; ++i) s[i] = soft_cap * std::tanh(s[i] * scale / soft_cap);
-}
-
-inline float pair(bfloat16 low, bfloat16 high) {
-  const uint32_t bits = low.bits | uint32_t(high.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-
-// The factors of products, 32 bits each: a float, or two bfloat16 whose products are added, the first in the low half.
-// as_factors: makes scores [KEYS][SIDE] factors, [KEYS / numbers][SIDE].
-struct Single {
-  static constexpr int numbers = 1;
-  static inline vec add(vec sum, float a, vec b) { return sum + a * b; }
-  static inline void as_factors(float*) {}
-};
-#ifdef __AVX512BF16__
-struct Pair {
-  static constexpr int numbers = 2;
-  static inline vec add(vec sum, float a, vec b) {
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
-  }
-  static inline __m512i bits(const float* x) {
-    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(x)));
-  }
-  static inline void as_factors(float* scores) {
-    for (int i = 0; i < KEYS / 2; ++i)
-      for (int col = 0; col < SIDE; col += W) {
-        const float* x = scores + 2 * i * SIDE + col;
-        _mm512_storeu_si512(scores + i * SIDE + col, _mm512_or_si512(bits(x), _mm512_slli_epi32(bits(x + SIDE), 16)));
-      }
-  }
-};
-#endif
-
-// A matrix of factors: `at` is its first, `step` leads to the next one of a sum, `row` to the next sum.
-struct Factors {
-  const float* at;
-  int64_t step, row;
-
-  Factors from(int64_t r) const { return {at + r * row, step, row}; }
-};
-
-// to[ROWS][SIDE] (+)= a b: b is [depth][SIDE].
-template <bool ADD, typename Cell = Single>
-inline void product(const Factors& a, const float* b, int depth, float* to) {
-  vec sums[ROWS][2];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) sums[r][c] = ADD ? load(to + r * SIDE + c * W) : vec{};
-  for (int i = 0; i < depth; ++i) {
-    const vec left = load(b + i * SIDE), right = load(b + i * SIDE + W);
-    for (int r = 0; r < ROWS; ++r) {
-      const float factor = a.at[i * a.step + r * a.row];
-      sums[r][0] = Cell::add(sums[r][0], factor, left);
-      sums[r][1] = Cell::add(sums[r][1], factor, right);
-    }
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) store(to + r * SIDE + c * W, sums[r][c]);
 }
 
 int num_threads() {
@@ -211,6 +80,9 @@ struct Block {
     const Paged& layout = c.keys;
     if constexpr (std::is_same_v<T, float>)
       if (is_contiguous(layout)) return {token(k, layout, 0), layout.number, layout.row};
+    if constexpr (in_tiles<Cell>)
+      if (is_contiguous(layout) && layout.number == 1 && layout.row % 2 == 0)
+        return {(const float*)token(k, layout, 0), 1, layout.row / 2};
     for (int i = 0; i < count; ++i) {
       const T* from = token(k, layout, i);
       float* to = room + size_t(i) * depth;
@@ -223,7 +95,7 @@ struct Block {
     return {room, 1, depth};
   }
 
-  // Rows are numbers of values, sums are over tokens. room: [KEYS / Cell::numbers][height].
+  // Rows are numbers of values, sums are over tokens. room: [KEYS / Cell::numbers][height], for tiles twice.
   Factors values(const T* v, int size, int height, float* room) const {
     const Paged& layout = c.values;
     if constexpr (std::is_same_v<T, float>)
@@ -239,6 +111,15 @@ struct Block {
     }
     const int used = (count + Cell::numbers - 1) / Cell::numbers;
     std::fill(room + size_t(used) * height, room + size_t(KEYS / Cell::numbers) * height, 0.0f);
+#ifdef __AMX_BF16__
+    if constexpr (in_tiles<Cell>) {
+      float* columns = room + KEYS / 2 * height;
+      for (int i = 0; i < KEYS / 2; i += 16)
+        for (int d = 0; d < height; d += 16)
+          transpose(room + i * height + d, height, columns + d * KEYS / 2 + i, KEYS / 2);
+      return {columns, 1, KEYS / 2};
+    }
+#endif
     return {room, height, 1};
   }
 };
@@ -250,7 +131,7 @@ struct Rows {
   const int32_t* positions;  // sorted
 };
 
-// Turns scores [KEYS][SIDE] of tokens from n on into e^(score - top), which is kept up, as are total and sums.
+// Turns scores [KEYS][SIDE] of tokens from n on into 2^(factor * score - top). Keeps up top, total and sums.
 inline void soften(const Attention& c, const Rows& rows, int64_t n, float factor, int height, float* scores) {
   const int64_t first = rows.positions[0], last = rows.positions[SIDE - 1];
   const bool sees_all = n + KEYS - 1 <= first && !(c.window && last - c.window + 1 > n);
@@ -261,26 +142,35 @@ inline void soften(const Attention& c, const Rows& rows, int64_t n, float factor
     const ivec is_past = positions[half] >= at;
     return c.window ? is_past & (positions[half] - int32_t(c.window) < at) : is_past;
   };
+  if (!sees_all)
+    for (int i = 0; i < KEYS; ++i)
+      for (int half = 0; half < 2; ++half) {
+        float* s = scores + i * SIDE + half * W;
+        store(s, visible(i, half) ? load(s) : vec{} + LOWEST);
+      }
+  vec most[4] = {load(scores), load(scores + W), load(scores + SIDE), load(scores + SIDE + W)};
+  for (int i = 2; i < KEYS; i += 2)  // four at a time: each waits for its own last result
+    for (int part = 0; part < 4; ++part) {
+      const vec x = load(scores + i * SIDE + part * W);
+      most[part] = x > most[part] ? x : most[part];
+    }
+  vec tops[2], added[2] = {};
   for (int half = 0; half < 2; ++half) {
-    float* s = scores + half * W;
-    vec most = load(s);
-    if (!sees_all)
-      for (int i = 0; i < KEYS; ++i) store(s + i * SIDE, visible(i, half) ? load(s + i * SIDE) : vec{} + LOWEST);
-    for (int i = 0; i < KEYS; ++i) {
-      const vec x = load(s + i * SIDE);
-      most = i && most > x ? most : x;
-    }
+    const vec x = (most[half] > most[half + 2] ? most[half] : most[half + 2]) * factor;
     const vec before = load(rows.top + half * W);
-    const vec top = most * factor > before ? most * factor : before;
-    vec added{};
-    for (int i = 0; i < KEYS; ++i) {
-      vec p = exp_(load(s + i * SIDE) * factor - top);
+    tops[half] = x > before ? x : before;
+  }
+  for (int i = 0; i < KEYS; ++i)
+    for (int half = 0; half < 2; ++half) {
+      float* s = scores + i * SIDE + half * W;
+      vec p = exp2_(load(s) * factor - tops[half]);
       if (!sees_all) p = visible(i, half) ? p : vec{};
-      store(s + i * SIDE, p);
-      added += p;
+      store(s, p);
+      added[half] += p;
     }
-    const vec faded = exp_(before - top);
-    store(rows.total + half * W, load(rows.total + half * W) * faded + added);
+  for (int half = 0; half < 2; ++half) {
+    const vec before = load(rows.top + half * W), top = tops[half], faded = exp2_(before - top);
+    store(rows.total + half * W, load(rows.total + half * W) * faded + added[half]);
     store(rows.top + half * W, top);
     bool fades = false;
     for (int i = 0; i < W; ++i) fades |= top[i] > before[i];
@@ -296,10 +186,11 @@ template <typename T, typename Cell>
 void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int64_t head, int64_t first, int64_t last) {
   constexpr bool PAIRS = Cell::numbers == 2;
   const int group = int(c.num_heads / c.num_kv_heads), size = int(c.size), depth = size / Cell::numbers;
-  const int height = (size + ROWS - 1) / ROWS * ROWS, num_rows = int(last - first);
+  const int height = (size + Cell::rows - 1) / Cell::rows * Cell::rows, num_rows = int(last - first);
   const int padded = (num_rows + SIDE - 1) / SIDE * SIDE;
   std::vector<float> queries(size_t(padded) * depth), sums(size_t(padded) * height), keys(size_t(KEYS) * depth),
-      values(size_t(KEYS) / Cell::numbers * height), scores(KEYS * SIDE), top(padded, LOWEST), total(padded);
+      values(size_t(KEYS) / Cell::numbers * height * (in_tiles<Cell> ? 2 : 1)), scores(KEYS * SIDE),
+      top(padded, LOWEST), total(padded);
   std::vector<int32_t> positions(padded);
   const auto of = [&](int64_t row) {  // where its query is
     return (row / group * c.num_heads + head * group + row % group) * size;
@@ -307,7 +198,7 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
   for (int row = 0; row < padded; ++row) {
     const int64_t like = first + std::min(row, num_rows - 1);
     positions[row] = int32_t(c.positions[like / group]);
-    if (c.sinks) top[row] = c.sinks[head * group + like % group], total[row] = 1.0f;
+    if (c.sinks) top[row] = c.sinks[head * group + like % group] * LOG2E, total[row] = 1.0f;
     const T* from = q + of(like);
     float* to = &queries[size_t(row / SIDE) * depth * SIDE + row % SIDE];
     for (int d = 0; d < depth; ++d)
@@ -316,9 +207,11 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
       else
         to[d * SIDE] = number(from[d]) * c.scale;
   }
-  const float scale = PAIRS ? c.scale : 1.0f, factor = c.soft_cap ? 1.0f : scale;  // scaled pairs would lose digits
+  const float scale = PAIRS ? c.scale : 1.0f;  // scaled pairs would lose digits
+  const float factor = (c.soft_cap ? 1.0f : scale) * LOG2E;
   const int64_t end = positions[padded - 1] + 1;
   const int64_t begin = c.window ? std::max<int64_t>(0, positions[0] - c.window + 1) : 0;
+  [[maybe_unused]] std::conditional_t<in_tiles<Cell>, TilesInUse, Nothing> tiles;
   for (int64_t n = begin; n < end; n += KEYS) {
     const Block<T, Cell> block{c, head, n, int(std::min<int64_t>(KEYS, end - n))};
     const Factors key = block.keys(k, depth, keys.data()), value = block.values(v, size, height, values.data());
@@ -326,12 +219,12 @@ void attend(const Attention& c, const T* q, const T* k, const T* v, T* out, int6
       const Rows rows{&queries[size_t(row) * depth], &sums[size_t(row) * height], &top[row], &total[row], &positions[row]};
       if (rows.positions[SIDE - 1] < n) continue;                            // all are before n
       if (c.window && rows.positions[0] - c.window + 1 >= n + KEYS) continue;  // sees none of it yet
-      for (int i = 0; i < KEYS; i += ROWS)
+      for (int i = 0; i < KEYS; i += Cell::rows)
         product<false, Cell>(key.from(i), rows.queries, depth, &scores[i * SIDE]);
       if (c.soft_cap) cap(scores.data(), KEYS * SIDE, scale, c.soft_cap);
       soften(c, rows, n, factor, height, scores.data());
       Cell::as_factors(scores.data());
-      for (int d = 0; d < height; d += ROWS)
+      for (int d = 0; d < height; d += Cell::rows)
         product<true, Cell>(value.from(d), scores.data(), KEYS / Cell::numbers,
                             rows.sums + size_t(d) * SIDE);
     }
@@ -374,10 +267,12 @@ struct Scores {
 };
 
 // Adds the attention of rows [first, last) (query, member of the group) of one KV head, SIDE at most, to votes [N].
-template <typename T>
+template <typename T, typename Cell>
 void vote(const Scores& c, const T* q, const T* k, int64_t head, int64_t first, int64_t last, float* votes) {
+  constexpr bool PAIRS = Cell::numbers == 2;
   const int64_t group = c.num_heads / c.num_kv_heads, size = c.size, num_tokens = c.num_tokens;
-  std::vector<float> queries(size_t(size) * SIDE), room(size_t(KEYS) * size),
+  const int64_t depth = size / Cell::numbers;
+  std::vector<float> queries(size_t(depth) * SIDE), room(size_t(KEYS) * depth),
       scores(size_t(num_tokens + KEYS) * SIDE);
   int32_t seen[SIDE], unseen[SIDE];  // the last position that a row sees, and the last that it doesn't see any more
   float counts[SIDE];
@@ -387,20 +282,32 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int64_t first, 
     unseen[row] = c.window ? seen[row] - int32_t(c.window) : INT32_MIN;
     counts[row] = first + row < last ? 1.0f : 0.0f;
     const T* from = q + (like / group * c.num_heads + head * group + like % group) * size;
-    for (int64_t d = 0; d < size; ++d) queries[d * SIDE + row] = number(from[d]) * c.scale;
+    for (int64_t d = 0; d < depth; ++d)
+      if constexpr (PAIRS)
+        queries[d * SIDE + row] = pair(from[2 * d], from[2 * d + 1]);
+      else
+        queries[d * SIDE + row] = number(from[d]) * c.scale;
   }
+  const float scale = PAIRS ? c.scale : 1.0f, factor = (c.soft_cap ? 1.0f : scale) * LOG2E;
+  [[maybe_unused]] std::conditional_t<in_tiles<Cell>, TilesInUse, Nothing> tiles;
   for (int64_t n = 0; n < num_tokens; n += KEYS) {
     const int64_t count = std::min<int64_t>(KEYS, num_tokens - n);
     const T* from = k + head * c.k_head + n * c.k_token;
-    Factors keys{room.data(), 1, size};
+    Factors keys{room.data(), 1, depth};
     if constexpr (std::is_same_v<T, float>)
       if (count == KEYS) keys = {from, 1, c.k_token};
+    if constexpr (in_tiles<Cell>)
+      if (count == KEYS && c.k_token % 2 == 0) keys = {(const float*)from, 1, c.k_token / 2};
     for (int64_t i = 0; keys.at == room.data() && i < count; ++i)
-      for (int64_t d = 0; d < size; ++d) room[i * size + d] = number(from[i * c.k_token + d]);
-    for (int i = 0; i < KEYS; i += ROWS)
-      product<false>(keys.from(i), queries.data(), int(size), &scores[size_t(n + i) * SIDE]);
+      for (int64_t d = 0; d < depth; ++d)
+        if constexpr (PAIRS)
+          room[i * depth + d] = pair(from[i * c.k_token + 2 * d], from[i * c.k_token + 2 * d + 1]);
+        else
+          room[i * depth + d] = number(from[i * c.k_token + d]);
+    for (int i = 0; i < KEYS; i += Cell::rows)
+      product<false, Cell>(keys.from(i), queries.data(), int(depth), &scores[size_t(n + i) * SIDE]);
   }
-  if (c.soft_cap) cap(scores.data(), num_tokens * SIDE, 1.0f, c.soft_cap);
+  if (c.soft_cap) cap(scores.data(), num_tokens * SIDE, scale, c.soft_cap);
   vec shares[2];
   for (int half = 0; half < 2; ++half) {
     ivec newest, oldest;
@@ -414,8 +321,9 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int64_t first, 
       store(s + n * SIDE, x);
       most = x > most ? x : most;
     }
+    const vec top = most * factor;
     for (int64_t n = 0; n < num_tokens; ++n) {
-      const vec p = exp_(load(s + n * SIDE) - most);
+      const vec p = exp2_(load(s + n * SIDE) * factor - top);
       store(s + n * SIDE, p);
       added += p;
     }
@@ -425,7 +333,7 @@ void vote(const Scores& c, const T* q, const T* k, int64_t head, int64_t first, 
     votes[n] += total(load(&scores[n * SIDE]) * shares[0] + load(&scores[n * SIDE + W]) * shares[1]);
 }
 
-template <typename T>
+template <typename T, typename Cell = Single>
 void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
   const int64_t rows = c.num_queries * (c.num_heads / c.num_kv_heads), sides = (rows + SIDE - 1) / SIDE;
   const int64_t units = sides * c.num_kv_heads;
@@ -434,7 +342,7 @@ void vote_all(const Scores& c, const void* q, const void* k, float* votes) {
 #pragma omp parallel for schedule(static, 1)
   for (int team = 0; team < teams; ++team)  // each has its own units: sums don't depend on timing
     for (int64_t i = team; i < units; i += teams)
-      vote(c, (const T*)q, (const T*)k, i / sides, i % sides * SIDE, std::min(rows, (i % sides + 1) * SIDE),
+      vote<T, Cell>(c, (const T*)q, (const T*)k, i / sides, i % sides * SIDE, std::min(rows, (i % sides + 1) * SIDE),
            &sums[size_t(team) * c.num_tokens]);
   std::fill(votes, votes + c.num_tokens, 0.0f);
   for (int team = 0; team < teams; ++team)
@@ -599,7 +507,9 @@ int ragkv_selective_attention(int type, const void* q, const void* k, const void
     case 0: return attend_all<float>(call, q, k, v, out), 0;
     case 1: return attend_all<_Float16>(call, q, k, v, out), 0;
     case 2:
-#ifdef __AVX512BF16__
+#if defined(__AMX_BF16__)  // products of pairs in vectors take longer there than of floats
+      if (call.size % Tiles::rows == 0 && has_tiles()) return attend_all<bfloat16, Tiles>(call, q, k, v, out), 0;
+#elif defined(__AVX512BF16__)
       if (call.size % 2 == 0) return attend_all<bfloat16, Pair>(call, q, k, v, out), 0;
 #endif
       return attend_all<bfloat16>(call, q, k, v, out), 0;
@@ -614,7 +524,11 @@ int ragkv_query_scores(int type, const void* q, const void* k, const int64_t* q_
   switch (type) {
     case 0: return vote_all<float>(call, q, k, votes), 0;
     case 1: return vote_all<_Float16>(call, q, k, votes), 0;
-    case 2: return vote_all<bfloat16>(call, q, k, votes), 0;
+    case 2:
+#ifdef __AMX_BF16__
+      if (call.size % Tiles::rows == 0 && has_tiles()) return vote_all<bfloat16, Tiles>(call, q, k, votes), 0;
+#endif
+      return vote_all<bfloat16>(call, q, k, votes), 0;
   }
   return -1;
 }

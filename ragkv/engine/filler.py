@@ -144,7 +144,7 @@ class _Pass:
         self._slots = filler.slots.index_fill(0, self._positions, _NOT_WRITTEN)  # these are computed in the pass
         kept = plan.positions[:0] if plan.keep is None else plan.keep
         self._kept_rows = torch.searchsorted(plan.positions, kept).to(device)
-        self._mean_shift = MeanShift(plan.positions, device) if plan.shift else None
+        self._mean_shift = MeanShift(self._loader, plan.positions) if plan.shift else None
         num_computed = int(plan.positions[-1]) + 1 if len(plan.positions) else 0
         self._end = max([num_computed, *(span.end for span in plan.spans_at(0))])
         self._key_positions = self._find_key_positions() if plan.observe else self._positions  # for observers

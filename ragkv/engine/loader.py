@@ -17,7 +17,7 @@ from ragkv.engine.task import Job, Span
 from ragkv.errors import StoreError
 from ragkv.kernels.dispatch import Kernels
 from ragkv.kernels.kv_fuse import Addend, KVShift, Staged
-from ragkv.kernels.operands import Rotation
+from ragkv.kernels.operands import PagedKV, Rotation
 from ragkv.store.base import KVStore, Snapshot
 from ragkv.store.record import ChunkKey, CorruptRecordError, LayerKV
 
@@ -46,6 +46,13 @@ class LoadedSpan:
     def distance(self) -> int:
         """By how many positions its keys have to be rotated."""
         return self.span.start - self.kv.base_position
+
+    def staged(self, slots: torch.Tensor, moved: int = 0, shift: KVShift | None = None) -> Staged:
+        """Return it as `kv_fuse` takes it. slots: of its tokens `[T]`."""
+        kv, addend = self.kv, None
+        if (change := kv.difference) is not None:
+            addend = Addend(change.rows(len(slots)), change.scale, change.numbers)
+        return Staged(kv.k, kv.v, slots, moved, kv.k_scale, kv.v_scale, kv.k_low, kv.v_low, shift, addend)
 
 
 class KVLoader:
@@ -165,17 +172,16 @@ class KVLoader:
 
         slots: `[N]`, of every position; negative ones aren't written. shifts: for each span, how far to move its KV.
         """
-        staged = []
-        for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True):
-            kv, own = item.kv, slots[item.span.start : item.span.end]
-            addend = None
-            if (change := kv.difference) is not None:
-                addend = Addend(change.rows(len(own)), change.scale, change.numbers)
-            grids = (kv.k_scale, kv.v_scale, kv.k_low, kv.v_low)
-            staged.append(Staged(kv.k, kv.v, own, item.distance, *grids, shift, addend))
-        rotation, paged = self.rotations[layer], blocks.kv(layer)
-        for dtype in {chunk.k.dtype for chunk in staged}:  # more than one where means have a codec of their own
-            self.kernels.kv_fuse([chunk for chunk in staged if chunk.k.dtype == dtype], rotation, paged)
+        chunks = [
+            item.staged(slots[item.span.start : item.span.end], item.distance, shift)
+            for item, shift in zip(loaded, shifts or [None] * len(loaded), strict=True)
+        ]
+        self.write(chunks, self.rotations[layer], blocks.kv(layer))
+
+    def write(self, chunks: Sequence[Staged], rotation: Rotation | None, kv: PagedKV) -> None:
+        """Write chunks by the kernel, once for each stored type: means may have a codec of their own."""
+        for dtype in {chunk.k.dtype for chunk in chunks}:
+            self.kernels.kv_fuse([chunk for chunk in chunks if chunk.k.dtype == dtype], rotation, kv)
 
     def discard_if_corrupt(self, error: BadSpanError) -> None:
         """Delete a damaged record, so that nobody reads it again and it is precomputed anew."""

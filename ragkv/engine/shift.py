@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ragkv.engine.loader import LoadedSpan
+from ragkv.engine.loader import KVLoader, LoadedSpan
 from ragkv.engine.positions import rows_in
 from ragkv.engine.task import Span
 from ragkv.kernels.kv_fuse import KVShift
-from ragkv.kernels.operands import Rotation
-from ragkv.store.codecs import restored
+from ragkv.kernels.operands import PagedKV, Rotation
 from ragkv.store.record import LayerKV
 
 DAMPING = 8  # tokens: a mean over few tokens is noise
@@ -22,10 +21,10 @@ MAX_RATIO = 2.0  # no token is shifted more than so many times as far as the rec
 class MeanShift:
     """The shifts of one pass's spans, layer by layer. positions: `[T]`, of the pass's tokens."""
 
-    def __init__(self, positions: torch.Tensor, device: torch.device) -> None:
-        self._positions, self._device = positions, device
+    def __init__(self, loader: KVLoader, positions: torch.Tensor) -> None:
+        self._loader, self._positions, self._device = loader, positions, loader.forward.device
         self._span_to_offsets: dict[Span, torch.Tensor] = {}  # of the tokens in the pass, in the span
-        self._recomputed: dict[tuple[tuple[Span, int], ...], Recomputed] = {}  # the same in most layers
+        self._recomputed: dict[tuple[Span, ...], Recomputed] = {}  # the same in most layers
 
     def shifts(
         self, loaded: Sequence[LoadedSpan], k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
@@ -34,14 +33,10 @@ class MeanShift:
         shifted = [item for item in loaded if len(self._offsets(item.span))]
         if not shifted:
             return [None] * len(loaded)
-        which = tuple((item.span, item.kv.base_position) for item in shifted)
-        if (tokens := self._recomputed.get(which)) is None:
-            tokens = self._recomputed[which] = self._find(which)
-        fresh_k, fresh_v = (x[tokens.rows].transpose(0, 1) for x in (k, v))
-        cached_k, cached_v = tokens.cached([item.kv for item in shifted])
-        if rotation is not None:
-            fresh_k, cached_k = tokens.turned_back(fresh_k, cached_k, rotation)
-        means = mean_shifts(fresh_k, fresh_v, cached_k, cached_v, tokens.averaging)
+        spans = tuple(item.span for item in shifted)
+        if (tokens := self._recomputed.get(spans)) is None:
+            tokens = self._recomputed[spans] = self._find(spans)
+        means = mean_shifts(self._changes(shifted, tokens, k, v, rotation), tokens.averaging)
         weights = shift_weights(torch.cat([_v_std(item.kv) for item in shifted]), tokens)
         found = {
             item.span: KVShift(*mean, weight, item.span.start)
@@ -49,25 +44,44 @@ class MeanShift:
         }
         return [found.get(item.span) for item in loaded]
 
+    def _changes(
+        self,
+        chunks: Sequence[LoadedSpan],
+        tokens: "Recomputed",
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """Return how far K and V of the computed tokens are from the stored, keys rotated back to position 0,
+        `[2, Hkv, c, D]` float32. The stored are written behind each other by the kernel that fuses."""
+        heads, _, size = chunks[0].kv.shape
+        changes = torch.empty((2, heads, len(tokens.rows), size), device=self._device)
+        in_order = PagedKV(changes[0].transpose(0, 1)[None], changes[1].transpose(0, 1)[None], tokens.rows[:0])
+        staged = [item.staged(slots, item.distance) for item, slots in zip(chunks, tokens.slots, strict=True)]
+        self._loader.write(staged, rotation, in_order)
+        for fresh, change in zip((k, v), changes, strict=True):
+            torch.sub(fresh[tokens.rows].transpose(0, 1), change, out=change)
+        if rotation is not None:
+            changes[0] = rotation.turn(changes[0], *tokens.angles_back(rotation))
+        return changes
+
     def _offsets(self, span: Span) -> torch.Tensor:
         if span not in self._span_to_offsets:
             self._span_to_offsets[span] = self._positions[rows_in(self._positions, span)] - span.start
         return self._span_to_offsets[span]
 
-    def _find(self, which: Sequence[tuple[Span, int]]) -> "Recomputed":
-        spans = [span for span, _ in which]
+    def _find(self, spans: Sequence[Span]) -> "Recomputed":
         rows = torch.cat([rows_in(self._positions, span) for span in spans])
-        then = torch.cat([base + self._offsets(span) for span, base in which])
         lengths, offsets = [span.end - span.start for span in spans], list(map(self._offsets, spans))
-        return Recomputed(lengths, offsets, self._device, rows, torch.cat([self._positions[rows], then]))
+        return Recomputed(lengths, offsets, self._device, rows, self._positions[rows])
 
 
 class Recomputed:
     """The tokens of some chunks that a pass computes: `c` of the `n` that the chunks have.
 
     lengths: how many tokens each chunk has. offsets: of each chunk's computed tokens, in it, at least one. rows: `[c]`,
-    where they are in the pass. positions: `[2 c]`, of all computed tokens in the prompt, then of all where they were
-    precomputed.
+    in the pass. positions: `[c]`, in the prompt. slots: of each chunk's tokens `[T]`, their numbers among the `c`,
+    -1 of those that aren't computed.
     """
 
     def __init__(
@@ -83,54 +97,25 @@ class Recomputed:
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         places = torch.cat([start + each for start, each in zip(starts, offsets, strict=True)])
         chunks = torch.arange(len(lengths)).repeat_interleave(torch.tensor(self.lengths))
-        self._offsets = [each.to(device) for each in offsets]
+        ends = counts.cumsum(0).tolist()
+        self.slots = [
+            torch.full((length,), -1).index_copy_(0, each, torch.arange(end - len(each), end)).to(device)
+            for length, each, end in zip(lengths, offsets, ends, strict=True)
+        ]
         self.averaging = averaging(counts.tolist()).to(device)
         self.places, self.chunk_of, self.certainty = (
             x.to(device) for x in (places, chunks, counts / (counts + DAMPING))
         )
-        self._chunk_of_place = self.chunk_of[self.places]
         self.rows = places if rows is None else rows.to(device)
         self._back = None if positions is None else -positions.to(device)
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layers share their rotations
 
-    def cached(self, chunks: Sequence[LayerKV]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of the computed tokens as they are stored, `[Hkv, c, D]` each."""
-        if self.places.device.type == "cuda" and _are_alike(
-            chunks
-        ):  # copies it all sooner than it launches more kernels
-            return self.cached_at_once(chunks)
-        each = [kv.decoded(offsets) for kv, offsets in zip(chunks, self._offsets, strict=True)]
-        k, v = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
-        return k, v
-
-    def cached_at_once(self, chunks: Sequence[LayerKV]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same, of chunks that are alike, in a number of operations that doesn't grow with the chunks'."""
-        k = torch.cat([kv.k for kv in chunks], dim=1)[:, self.places]
-        v = torch.cat([kv.v for kv in chunks], dim=1)[:, self.places]
-        k_scales = [kv.k_scale for kv in chunks if kv.k_scale is not None]
-        v_scales = [kv.v_scale for kv in chunks if kv.v_scale is not None]
-        if not k_scales:
-            return k, v
-        k_scale = torch.cat(k_scales, dim=1)[:, self._chunk_of_place]
-        return restored(k, k_scale, None), restored(v, torch.cat(v_scales, dim=1)[:, self.places], None)
-
-    def turned_back(
-        self, fresh: torch.Tensor, cached: torch.Tensor, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys `[Hkv, c, D]`, as computed and as stored, rotated back to position 0, in float32."""
+    def angles_back(self, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the angles by which keys of the computed tokens are rotated back to position 0."""
         assert self._back is not None
         if id(rotation) not in self._angles:
             self._angles[id(rotation)] = rotation.angles(self._back)
-        both = torch.cat([fresh.float(), cached.float()], dim=1)
-        first, second = rotation.turn(both, *self._angles[id(rotation)]).chunk(2, dim=1)
-        return first, second
-
-
-def _are_alike(chunks: Sequence[LayerKV]) -> bool:
-    """Return whether all have the same codec, one of those of which torch can take rows, and no difference."""
-    dtypes = {kv.k.dtype for kv in chunks}
-    plain = all(kv.k_low is None and kv.difference is None for kv in chunks)
-    return plain and len(dtypes) == 1 and torch.float8_e4m3fn not in dtypes
+        return self._angles[id(rotation)]
 
 
 def _v_std(kv: LayerKV) -> torch.Tensor:
@@ -156,21 +141,13 @@ def averaging(counts: Sequence[int]) -> torch.Tensor:
     return matrix / matrix.sum(1, keepdim=True)
 
 
-def mean_shifts(
-    fresh_k: torch.Tensor,
-    fresh_v: torch.Tensor,
-    cached_k: torch.Tensor,
-    cached_v: torch.Tensor,
-    averaging: torch.Tensor,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each chunk's k = mean_S [R(−s) K_new(s) − R(−s') K(s)] and v = mean_S [V_new(s) − V(s)] over its
-    recomputed tokens S, `[Hkv, D]` float32; s is a token's position in the prompt, s' where it was precomputed.
+def mean_shifts(changes: torch.Tensor, averaging: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each chunk's k = mean_S R(−s) [K_new(s) − K(s)] and v = mean_S [V_new(s) − V(s)] over its recomputed
+    tokens S, `[Hkv, D]` float32; s is a token's position in the prompt, to which its stored key is rotated.
 
-    Then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for the chunk's other tokens t. Arguments: `[Hkv, c, D]`,
-    the recomputed tokens of all chunks, concatenated, as just computed and as cached, keys rotated back to position 0.
-    averaging: `[chunks, c]` (`averaging`).
+    Then K'(t) = K(t) + w(t) R(t) k and V'(t) = V(t) + w(t) v for the chunk's other tokens t. changes: `[2, Hkv, c, D]`
+    float32, what the means are taken of, of K and V of the recomputed tokens of all chunks, concatenated. averaging:
+    `[chunks, c]` (`averaging`).
     """
-    changes = torch.cat([fresh_k.float() - cached_k, fresh_v.float() - cached_v])  # [2 Hkv, c, D]
-    means = (averaging @ changes).transpose(0, 1).contiguous()  # [chunks, 2 Hkv, D]
-    k, v = means.chunk(2, dim=1)
-    return list(zip(k, v, strict=True))
+    means = (averaging @ changes).permute(2, 0, 1, 3).contiguous()  # [chunks, 2, Hkv, D]
+    return [(k, v) for k, v in means]

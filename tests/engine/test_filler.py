@@ -220,7 +220,8 @@ def test_the_mean_shift_moves_the_other_tokens(loader):
     k, v = (x.transpose(0, 1) for x in kv(loader, 0))
     fresh = [rotate(k[:, [13, 15]], -torch.tensor([13, 15])), v[:, [13, 15]]]
     cached = [rotate(stored.k[:, offsets], -(5 + offsets)), stored.v[:, offsets]]
-    ((mean_k, mean_v),) = mean_shifts(fresh[0], fresh[1], cached[0], cached[1], averaging([2]))
+    changes = torch.stack([new - old for new, old in zip(fresh, cached, strict=True)])
+    ((mean_k, mean_v),) = mean_shifts(changes, averaging([2]))
     weight = shift_weights(torch.ones(9), Recomputed([9], [offsets], torch.device("cpu")))[0]
     torch.testing.assert_close(v[:, 17], stored.v[:, 5] + weight * mean_v)
     moved = rotate(stored.k[:, 5:6], 7) + weight * rotate(mean_k[:, None], torch.tensor([17]))
@@ -230,11 +231,11 @@ def test_the_mean_shift_moves_the_other_tokens(loader):
 def test_a_span_without_recomputed_tokens_is_not_shifted(loader):
     with loader.snapshot() as snapshot:
         loaded = [loader.read(snapshot, 0, span) for span in SPANS]
-    shift = MeanShift(torch.tensor([13, 22]), torch.device("cpu"))
+    shift = MeanShift(loader, torch.tensor([13, 22]))
     k, v = torch.randn(2, 2, 2, 8)
     anchor, first, second = shift.shifts(loaded, k, v, loader.rotations[0])
     assert anchor is None and first is None and second is not None
-    assert MeanShift(torch.tensor([22]), torch.device("cpu")).shifts(loaded, k[:1], v[:1], None) == [None] * 3
+    assert MeanShift(loader, torch.tensor([22])).shifts(loaded, k[:1], v[:1], None) == [None] * 3
 
 
 @pytest.mark.parametrize("slice_tokens", [1000, 4])

@@ -12,6 +12,7 @@ from ragkv.kernels.query_scores import query_scores_reference
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # sums of many rows
 OPTIONS = [{}, {"sliding_window": 40}, {"soft_cap": 5.0}, {"sliding_window": 25, "soft_cap": 2.0}]
 
+both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # whose products are taken differently
 every_implementation = pytest.mark.parametrize("scores", implementations("query_scores", "triton", "native", "torch"))
 
 
@@ -68,21 +69,24 @@ def test_types_and_lengths(scores, num_tokens, num_queries, dtype):
 
 
 @every_implementation
-def test_a_long_context(scores):
-    check(scores, case(4109, 12, 3, 1, 64))
+@both_types
+def test_a_long_context(scores, dtype):
+    check(scores, case(4109, 12, 3, 1, 64, dtype))
 
 
 @every_implementation
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (9, 3), (8, 1), (71, 1)])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_heads(scores, num_heads, num_kv_heads, head_size):
-    check(scores, case(80, 5, num_heads, num_kv_heads, head_size))
+@both_types
+def test_heads(scores, num_heads, num_kv_heads, head_size, dtype):
+    check(scores, case(150, 5, num_heads, num_kv_heads, head_size, dtype))
 
 
 @every_implementation
 @pytest.mark.parametrize("options", OPTIONS)
-def test_windows_and_soft_caps(scores, options):
-    check(scores, case(200, 30, 6, 2, 64), **options)
+@both_types
+def test_windows_and_soft_caps(scores, options, dtype):
+    check(scores, case(200, 30, 6, 2, 64, dtype), **options)
 
 
 @every_implementation
@@ -106,13 +110,15 @@ def test_keys_larger_than_32_bits_can_count(scores):
 
 
 @every_implementation
-def test_keys_that_nobody_has_written_are_not_seen(scores):
+@both_types
+def test_keys_that_nobody_has_written_are_not_seen(scores, dtype):
     """Their positions are after every query's, their numbers may be anything."""
-    q, q_positions, k, k_positions, spec = case(200, 12, 6, 2, 64)
+    q, q_positions, k, k_positions, spec = case(200, 12, 6, 2, 64, dtype)
     unknown = k_positions < 40
     k[:, unknown] = torch.nan
     found = scores(q, q_positions, k, k_positions.masked_fill(unknown, (1 << 31) - 1), spec)
     expected = torch.zeros_like(found)
     known = ~unknown
     expected[known] = query_scores_reference(q, q_positions, k[:, known], k_positions[known], spec)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

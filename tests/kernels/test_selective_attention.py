@@ -11,6 +11,7 @@ from ragkv.kernels.selective_attention import selective_attention_reference
 
 BLOCK_SIZE = 16
 
+both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # whose products are taken differently
 every_implementation = pytest.mark.parametrize(
     "attention", implementations("selective_attention", "triton", "native", "torch")
 )
@@ -93,14 +94,15 @@ def test_types_and_lengths(attention, num_tokens, num_queries, dtype):
 
 
 @every_implementation
-def test_a_long_context(attention):
-    check(attention, case(4109, 20, 3, 1, 64))
+@both_types
+def test_a_long_context(attention, dtype):
+    check(attention, case(4109, 20, 3, 1, 64, dtype))
 
 
 @every_implementation
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (9, 3), (8, 2), (8, 1)])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_types
 def test_heads(attention, num_heads, num_kv_heads, head_size, dtype):
     check(attention, case(90, 25, num_heads, num_kv_heads, head_size, dtype))
 
@@ -115,17 +117,19 @@ def test_more_heads_than_rows_of_a_tile(attention):
     "options",
     [{"sliding_window": 1}, {"sliding_window": 40}, {"soft_cap": 2.0}, {"sliding_window": 90, "soft_cap": 5.0}],
 )
-def test_windows_and_soft_caps(attention, options):
-    scattered = case(200, 60, 6, 2, 64)
+@both_types
+def test_windows_and_soft_caps(attention, options, dtype):
+    scattered = case(200, 60, 6, 2, 64, dtype)
     late = scattered.positions >= 100  # the first tokens are in no window
     check(attention, replace(scattered, q=scattered.q[late], positions=scattered.positions[late]), **options)
 
 
 @every_implementation
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "soft_cap": 5.0}])
-def test_sinks(attention, options):
+@both_types
+def test_sinks(attention, options, dtype):
     sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0, 0.5, 9.0], device=DEVICE)
-    check(attention, case(150, 50, 6, 2, 64), sinks=sinks, **options)
+    check(attention, case(150, 50, 6, 2, 64, dtype), sinks=sinks, **options)
 
 
 @every_implementation

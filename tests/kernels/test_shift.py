@@ -1,13 +1,18 @@
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from implementations import DEVICE, implementations
 from rope_reference import rope, table
 
-from ragkv.engine.shift import DAMPING, Recomputed, averaging, mean_shifts, shift_weights
+from ragkv.engine.loader import KVLoader, LoadedSpan
+from ragkv.engine.shift import DAMPING, MeanShift, Recomputed, averaging, mean_shifts, shift_weights
+from ragkv.engine.task import Span
 from ragkv.kernels.kv_fuse import KVShift, Staged, kv_fuse_reference
 from ragkv.kernels.operands import PagedKV, Rotation
-from ragkv.store.codecs import INT8, RAW
+from ragkv.store.codecs import FP8, INT4, INT8, RAW
 from ragkv.store.record import ChunkKey, LayerKV, decode, encode
 
 START, SIZE = 37, 64
@@ -19,9 +24,8 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
     def back(keys):
         return keys.float() if rotation is None else rotation.rotate(keys.float(), -(start + offsets))
 
-    ((mean_k, mean_v),) = mean_shifts(
-        back(fresh_k), fresh_v, back(k[:, offsets]), v[:, offsets], averaging([len(offsets)])
-    )
+    changes = torch.stack([back(fresh_k) - back(k[:, offsets]), fresh_v.float() - v[:, offsets].float()])
+    ((mean_k, mean_v),) = mean_shifts(changes, averaging([len(offsets)]))
     mean_shift = KVShift(mean_k, mean_v, weights, start)
     caches = [torch.full((1, k.shape[1], *k.shape[::2]), torch.nan, dtype=k.dtype) for _ in range(2)]
     kv = PagedKV(*caches, torch.zeros(1, dtype=torch.int64))
@@ -31,9 +35,8 @@ def shifted(k, v, fresh_k, fresh_v, offsets, weights, start, rotation):
 
 def test_each_chunk_shifts_by_its_own_tokens():
     fresh, cached = torch.randn(2, 2, 9, SIZE)
-    for (k, v), part in zip(
-        mean_shifts(fresh, cached, cached, fresh, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True
-    ):
+    changes = torch.stack([fresh - cached, cached - fresh])
+    for (k, v), part in zip(mean_shifts(changes, averaging([2, 1, 6])), ((0, 2), (2, 3), (3, 9)), strict=True):
         expected = (fresh - cached)[:, slice(*part)].mean(1)
         torch.testing.assert_close(k, expected)
         torch.testing.assert_close(v, -expected)
@@ -108,13 +111,28 @@ def test_weights_are_numbers_even_where_nothing_varied():
         assert all(map(math.isfinite, weights(v_std, [0])))
 
 
-@pytest.mark.parametrize("codec", [RAW, INT8])
-def test_what_is_cached_of_many_chunks_is_taken_at_once_or_one_by_one(codec):
-    layers = []
-    for num_tokens in (5, 3, 9):
+@pytest.mark.parametrize("kv_fuse", [kv_fuse_reference, *implementations("kv_fuse", "triton", "native")])
+@pytest.mark.parametrize("codecs", [[RAW] * 3, [INT8] * 3, [INT4] * 3, [FP8, RAW, INT8]])
+def test_changes_are_from_what_the_chunks_decode_to(codecs, kv_fuse):
+    chunks, offsets, start = [], [[1, 4], [0], [2, 3, 8]], 0
+    for codec, num_tokens in zip(codecs, (5, 3, 9), strict=True):
         key = ChunkKey("a" * 32, "b" * 32, "c" * 32, (0, 2)).layer(0)
-        kv = LayerKV(*torch.randn(2, 2, num_tokens, SIZE), 0, torch.rand(num_tokens))
-        layers.append(decode(key, encode(key, kv, codec)))
-    tokens = Recomputed([5, 3, 9], list(map(torch.tensor, ([1, 4], [0], [2, 3, 8]))), torch.device("cpu"))
-    for found, expected in zip(tokens.cached_at_once(layers), tokens.cached(layers), strict=True):
-        assert torch.equal(found, expected)
+        kv = LayerKV(*torch.randn(2, 2, num_tokens, SIZE), 30, torch.rand(num_tokens))
+        span = Span(start, start + num_tokens, "d" * 32, "b" * 32)
+        chunks.append(LoadedSpan(span, decode(key, encode(key, kv, codec))))
+        start += num_tokens
+    positions = torch.cat([item.span.start + torch.tensor(own) for item, own in zip(chunks, offsets, strict=True)])
+    tokens = Recomputed([5, 3, 9], list(map(torch.tensor, offsets)), DEVICE, positions, positions)
+    write = partial(KVLoader.write, SimpleNamespace(kernels=SimpleNamespace(kv_fuse=kv_fuse)))
+    loader = SimpleNamespace(forward=SimpleNamespace(device=DEVICE), write=write)
+    chunks = [LoadedSpan(item.span, item.kv.map(lambda x: x.to(DEVICE))) for item in chunks]
+    k, v = torch.randn(2, start, 2, SIZE, device=DEVICE)
+    rotation = Rotation.from_table(table(SIZE, 64).to(DEVICE), neox=True)
+    found = MeanShift(loader, torch.arange(start))._changes(chunks, tokens, k, v, rotation)
+    each = [item.kv.decoded(torch.tensor(own, device=DEVICE)) for item, own in zip(chunks, offsets, strict=True)]
+    cached_k, cached_v = (torch.cat(parts, dim=1).float() for parts in zip(*each, strict=True))
+    then = torch.cat([30 + torch.tensor(own) for own in offsets]).to(DEVICE)
+    positions = positions.to(DEVICE)
+    expected = rotation.rotate(k[positions].transpose(0, 1), -positions) - rotation.rotate(cached_k, -then)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], v[positions].transpose(0, 1) - cached_v)
