@@ -81,10 +81,14 @@ class ChunkKV:
         """Return the same span with the chunk's mean KV, which the store keeps as if it came after another anchor."""
         return replace(span, anchor_hash=self.mean_hash, mean_hash="")
 
+    def stored_key(self, span: Span, store: Stored) -> ChunkKey | None:
+        """Return the key of the entry that has the KV of a span, its own or its mean's; None if it isn't stored."""
+        keys = [self.key(span), *([self.key(self.averaged(span))] if span.mean_hash else [])]
+        return next(filter(store.contains, keys), None)
+
     def is_stored(self, span: Span, store: Stored) -> bool:
         """Return whether the store has the KV of a span, in an entry of its own or in its mean's."""
-        own = store.contains(self.key(span))
-        return own or (bool(span.mean_hash) and store.contains(self.key(self.averaged(span))))
+        return self.stored_key(span, store) is not None
 
     def task(self, prompt: Prompt, chunk_hashes: Sequence[str], policy: Policy, store: KVStore) -> FuseTask:
         """Return the task that fuses all chunks of a prompt, with their mean KV where the store has it."""

@@ -93,7 +93,7 @@ class Router:
             plan=chosen,
             salt=inherited or self._salt(fitted.prompt, policy, options),
             continues=inherited is not None,
-            missing=tuple(s.chunk_hash for s in left if not store.contains(kv.key(s))),
+            missing=tuple(s.chunk_hash for s in left if not kv.is_stored(s, store)),
             without_mean=tuple(kv.without_mean(requested)),
             prefix=self._prefix(options, fitted.prompt, generation, continues=inherited is not None),
         )
@@ -171,8 +171,8 @@ def plan_task(
     load, if they are neither there nor in the page cache. Chunks without KV stay in the task, so that the worker
     reports them.
     """
-    keys = [kv.key(span) for span in task.spans]
-    present = [i for i, key in enumerate(keys) if store.contains(key)]
+    keys = {i: key for i, span in enumerate(task.spans) if (key := kv.stored_key(span, store)) is not None}
+    present = list(keys)
 
     def is_cold(i: int) -> bool:
         return task.spans[i].chunk_hash not in in_memory and not store.in_page_cache(keys[i])
