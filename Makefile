@@ -14,10 +14,10 @@ OWN_HOME = RAGKV_MODEL__NAME="$(MODEL)" RAGKV_HOME="$(RAGKV_HOME)/demo-$(notdir 
 DEMO = $(if $(MODEL),$(OWN_HOME)) .venv/bin/ragkv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo docs lint check test clean
+.PHONY: help setup models demo docs lint check test test-long clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## Make .venv with everything pinned (at once if nothing changed)
 	@./setup.sh
@@ -43,8 +43,11 @@ lint: setup  ## Format, lint, dependencies and types
 check: lint  ## The same, and the fast tests
 	$(PYTEST) -m "not engine"
 
-test: models  ## Every test, also those that start a real vLLM engine
-	$(PYTEST)
+test: models  ## Every test but the long ones, also those that start a real vLLM engine
+	$(PYTEST) -m "not long"
+
+test-long: models  ## What takes minutes each: commands that are stopped and killed, two servers behind one address
+	$(PYTEST) -m long
 
 clean:  ## Remove .venv, caches and build outputs (keeps models and KV in .ragkv)
 	rm -rf .venv build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import QUESTIONS, Harness
+from forked_engines import fork_instead_of_spawn
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same core spin against each other
@@ -20,6 +21,8 @@ from ragkv.errors import ModelError
 from ragkv.evals.bucket import new_bucket, s3_server
 from ragkv.prompt import PromptLayout
 from ragkv.store import remote as remote_module
+
+fork_instead_of_spawn()
 
 
 @pytest.fixture(scope="session")

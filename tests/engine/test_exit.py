@@ -53,6 +53,7 @@ def shared_by(process):
     return files
 
 
+@pytest.mark.long
 def test_a_command_ends_with_its_engine(environment, home, tmp_path):
     (tmp_path / "tea.md").write_text("# Tea\n\nDarjeeling is picked four times a year.\n")
     with running(environment, "index", tmp_path) as process:
@@ -61,6 +62,7 @@ def test_a_command_ends_with_its_engine(environment, home, tmp_path):
     check_silence(err + (home / "vllm.log").read_text())
 
 
+@pytest.mark.long
 def test_indexing_is_stopped_in_the_middle(environment, home, tmp_path):
     (tmp_path / "long.txt").write_text("".join(f"The cat number {i} sat on the mat. " for i in range(50_000)))
     known = set(home.rglob("*.kv"))
@@ -75,6 +77,7 @@ def test_indexing_is_stopped_in_the_middle(environment, home, tmp_path):
     assert process.returncode == 130
 
 
+@pytest.mark.long
 def test_an_answer_is_stopped_in_the_middle(environment):
     with running(environment, "ask", "When is tea picked?") as process:
         assert process.stdout.read(1)  # the answer comes as it is decoded
@@ -84,7 +87,7 @@ def test_an_answer_is_stopped_in_the_middle(environment):
     assert process.returncode in (0, 130)  # 0: it was short
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_a_server_is_stopped_in_the_middle_of_an_answer(environment, unused_port, signum):
     """SIGINT as Ctrl-C in a terminal sends it: to all processes."""
     with running(environment, "serve", "--port", unused_port) as process:
@@ -102,6 +105,7 @@ def test_a_server_is_stopped_in_the_middle_of_an_answer(environment, unused_port
     assert process.returncode in (0, 130, 143)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_is_stopped_while_the_model_loads(environment, unused_port, signum):
     with running(environment, "serve", "--port", unused_port) as process:

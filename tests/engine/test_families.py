@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 from engine_harness import Harness, lay_out
+from forked_engines import CONTEXTS, SPAWNING
+from test_preemption import preemptions
 
 pytestmark = pytest.mark.engine
 
@@ -114,7 +116,8 @@ def test_exact_where_it_must_be(runner, tmp_path, family):
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton isn't installed")
 def test_the_passes_that_cuda_gets_answer_the_same(runner, tmp_path, monkeypatch):
     """Triton's kernels, interpreted, in vLLM's own blocks."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which Triton reads when it is imported
+    monkeypatch.setitem(CONTEXTS, "spawn", SPAWNING)
     extension = "engine_harness.Switchable"
     harness = start(runner, FUSED["llama"](), tmp_path, kernels="triton", worker_extension_cls=extension)
     try:
@@ -160,9 +163,9 @@ def test_preempted_requests_and_a_restarted_engine_answer_the_same(runner, tmp_p
     requests = [lay_out(anchor, random.Random(i).sample(chunks, 4), question, "query:0.2") for i in range(6)]
     harness = start(runner, FUSED["llama"](), tmp_path)
     harness.precompute(anchor, chunks)
-    expected = [harness.ask_now(*request, max_tokens=300) for request in requests]
+    expected = [harness.ask_now(*request, max_tokens=60) for request in requests]
     harness.close()
-    # 16 blocks of 128 tokens: two requests of 632 + 300 tokens at most, so that the others wait or are preempted
+    # 16 blocks of 128 tokens: three requests of 632 tokens have 15 and want 18, so that others wait or are preempted
     small = Harness(
         runner,
         tmp_path / "model",
@@ -177,9 +180,11 @@ def test_preempted_requests_and_a_restarted_engine_answer_the_same(runner, tmp_p
         async def together():
             import asyncio
 
-            return await asyncio.gather(*(small.ask(*request, max_tokens=300) for request in requests))
+            return await asyncio.gather(*(small.ask(*request, max_tokens=60) for request in requests))
 
+        before = preemptions()
         for found, alone in zip(small.run(together()), expected, strict=True):
             assert_same(found, alone)
+        assert preemptions() > before
     finally:
         small.close()

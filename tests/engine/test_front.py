@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TEXT = "\n\n".join(f"Note {i} was written by person {i} in the year {1900 + i}. " * 6 for i in range(12))
 TAIL = 32  # what is stored ends at a multiple of so many tokens where vLLM's blocks have 128, as on CPU
@@ -61,7 +61,7 @@ def wait_for(client):
 
 
 def ask(client, **options):
-    asked = {"question": QUESTION, "max_tokens": 120, "top_k": 8, "policy": "none", **options}
+    asked = {"question": QUESTION, "max_tokens": 60, "top_k": 8, "policy": "none", **options}
     response = client.post("/v1/answer", json=asked)
     assert response.status_code == 200, response.text
     return response.json()
@@ -69,7 +69,7 @@ def ask(client, **options):
 
 def read(client, at_first_text=lambda: None, **options):
     """Return what a stream says, and its last event."""
-    asked = {"question": QUESTION, "max_tokens": 120, "top_k": 8, "policy": "none", "stream": True, **options}
+    asked = {"question": QUESTION, "max_tokens": 60, "top_k": 8, "policy": "none", "stream": True, **options}
     text, name, last = "", "", None
     with client.stream("POST", "/v1/answer", json=asked) as response:
         assert response.status_code == 200

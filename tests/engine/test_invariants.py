@@ -30,7 +30,7 @@ def chunks(harness, anchor, text):
     return chunks
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3, 6])
+@pytest.mark.parametrize("num_chunks", [1, 6])
 def test_full_equals_vllm(harness, anchor, chunks, question, num_chunks):
     token_ids, task = lay_out(anchor, chunks[:num_chunks], question, "full")
     fused = harness.ask_now(token_ids, task)
@@ -72,9 +72,9 @@ def drift(found, expected):
 
 
 def test_drift_falls_as_the_budget_grows(harness, layout, anchor, chunks):
-    policies = ["none", "query:0.05", "query:0.3", "query:1.0"]
+    policies, questions = ["none", "query:0.05", "query:0.3", "query:1.0"], QUESTIONS[:4]
     totals = dict.fromkeys(policies, 0.0)
-    for seed, text in enumerate(QUESTIONS):
+    for seed, text in enumerate(questions):
         order = random.Random(seed).sample(chunks, NUM_CHUNKS)
         question = layout.question_tokens(text)
         exact = harness.ask_now(lay_out(anchor, order, question, "none")[0], max_tokens=1, logprobs=-1)
@@ -83,7 +83,7 @@ def test_drift_falls_as_the_budget_grows(harness, layout, anchor, chunks):
             totals[policy] += drift(harness.ask_now(token_ids, task, max_tokens=1, logprobs=-1), exact)
     none, low, high, everything = totals.values()
     assert none > low > high > everything
-    assert everything / len(QUESTIONS) < 1e-5
+    assert everything / len(questions) < 1e-5
 
 
 def test_sixteen_at_once_answer_as_one_at_a_time(harness, layout, anchor, chunks):
@@ -189,8 +189,9 @@ def damaged(harness, chunk, anchor, layer):
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("policy", ["none", "query:0.15", "query:1.0"])
-@pytest.mark.parametrize("layer", [0, 17, 29])
+@pytest.mark.parametrize(
+    ("layer", "policy"), [(0, "query:1.0"), (17, "query:1.0"), (29, "query:1.0"), (17, "query:0.15"), (29, "none")]
+)
 def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, question, policy, layer):
     chunks = [text[i : i + 150] for i in range(6000, 6600, 150)]
     harness.precompute(anchor, chunks)
