@@ -1,12 +1,15 @@
 """Real vLLM engines, each started once for its module."""
 
 import asyncio
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
-from engine_harness import QUESTIONS, Harness
+from engine_harness import NUM_LAYERS, QUESTIONS, Harness
 from forked_engines import fork_instead_of_spawn
+from safetensors.torch import load_file, save_file
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same core spin against each other
@@ -41,6 +44,23 @@ def smollm():
         pytest.skip(f"{error} (`make models` fetches it)")
 
 
+@pytest.fixture(scope="session")
+def small_smollm(smollm, tmp_path_factory):
+    """The folder of a model of the embedded one's first NUM_LAYERS layers; all else is as it is in the whole model.
+
+    Its text makes little sense, and comes several times as soon: for tests that compare probabilities.
+    """
+    folder = tmp_path_factory.mktemp("models") / "small"
+    shutil.copytree(smollm, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((smollm / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
+    left_out = tuple(f"model.layers.{layer}." for layer in range(NUM_LAYERS, config["num_hidden_layers"]))
+    weights = load_file(smollm / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def home(smollm, tmp_path_factory):
     """A home of its own that shares the fetched models."""
@@ -50,8 +70,8 @@ def home(smollm, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def harness(runner, smollm, tmp_path_factory):
-    harness = Harness(runner, smollm, tmp_path_factory.mktemp("kv"), max_model_len=8192)
+def harness(runner, small_smollm, tmp_path_factory):
+    harness = Harness(runner, small_smollm, tmp_path_factory.mktemp("kv"), max_model_len=8192)
     yield harness
     harness.close()
 

@@ -14,6 +14,7 @@ from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
 FINGERPRINT = "f" * 32
+NUM_LAYERS = 6  # of the embedded model's 30, in the small one
 CHUNK_TOKENS = 160
 QUESTIONS = [
     "Which statement handles an exception?",

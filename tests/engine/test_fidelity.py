@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, lay_out
+from engine_harness import CHUNK_TOKENS, FINGERPRINT, NUM_LAYERS, QUESTIONS, assert_same, lay_out
 
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
@@ -62,7 +62,7 @@ def stored(harness, chunk, before):
     store = DiskStore(Path(extra["store"]))
     key = ChunkKey(chunk_hash(chunk), before, FINGERPRINT, harness.engine.kv_heads)
     with store.snapshot() as snapshot:
-        layers = [copy.deepcopy(snapshot.get(key, layer)) for layer in range(30)]
+        layers = [copy.deepcopy(snapshot.get(key, layer)) for layer in range(NUM_LAYERS)]
     store.close()
     return layers
 
@@ -261,6 +261,7 @@ def evaluate(runner, smollm, dataset, policies, out):
     return runner.run(quality.evaluate(config, dataset, arms, settings, out, Progress()))
 
 
+@pytest.mark.long
 def test_the_evaluation_ranks_and_resumes(runner, smollm, own_dataset, tmp_path, monkeypatch):
     """Also with a choice that is broken on purpose: it can't pass unnoticed."""
     out = tmp_path / "out" / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""What fusion must never break, on the real SmolLM2 through real vLLM, in float32."""
+"""What fusion must never break, on layers of the real SmolLM2 through real vLLM, in float32."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_harness import CHUNK_TOKENS, FINGERPRINT, QUESTIONS, assert_same, lay_out
+from engine_harness import CHUNK_TOKENS, FINGERPRINT, NUM_LAYERS, QUESTIONS, assert_same, lay_out
 from store_samples import drop_cached
 from tokenizers import Tokenizer
 
@@ -21,6 +21,7 @@ from ragkv.store.record import ChunkKey
 pytestmark = pytest.mark.engine
 
 NUM_CHUNKS = 6
+MIDDLE, LAST = NUM_LAYERS // 2, NUM_LAYERS - 1
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,8 @@ def damaged(harness, chunk, anchor, layer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "policy"), [(0, "query:1.0"), (17, "query:1.0"), (29, "query:1.0"), (17, "query:0.15"), (29, "none")]
+    ("layer", "policy"),
+    [(0, "query:1.0"), (MIDDLE, "query:1.0"), (LAST, "query:1.0"), (MIDDLE, "query:0.15"), (LAST, "none")],
 )
 def test_damaged_bytes_cost_time_and_not_the_answer(harness, anchor, text, question, policy, layer):
     chunks = [text[i : i + 150] for i in range(6000, 6600, 150)]
@@ -230,7 +232,7 @@ def test_serving_holds_no_second_copy_of_the_context(harness, anchor, text, ques
         return peak - before
 
     layer_bytes = 2 * 7000 * 3 * 64 * 4
-    assert harness.run(watch()) < 5 * layer_bytes < 30 * layer_bytes / 4
+    assert harness.run(watch()) < 5 * layer_bytes < NUM_LAYERS * layer_bytes
 
 
 def test_the_tokenizer_is_the_models_own(smollm, anchor):

@@ -20,7 +20,7 @@ def preemptions():
 
 
 @pytest.fixture(scope="module")
-def opened(runner, smollm, tmp_path_factory):
+def opened(runner, small_smollm, tmp_path_factory):
     """Starts engines with memory for 6 blocks, or for all, one after another, unless the last one is like that."""
     started = {}
 
@@ -30,7 +30,7 @@ def opened(runner, smollm, tmp_path_factory):
             while started:
                 started.popitem()[1].close()
             arguments = {"max_model_len": 512, "num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
-            started[like] = Harness(runner, smollm, tmp_path_factory.mktemp("kv"), **arguments, **args)
+            started[like] = Harness(runner, small_smollm, tmp_path_factory.mktemp("kv"), **arguments, **args)
         return started[like]
 
     yield start

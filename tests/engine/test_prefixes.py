@@ -27,7 +27,7 @@ def wait_for_files(folder, number):
 
 
 @pytest.fixture(scope="module")
-def opened(runner, smollm, tmp_path_factory):
+def opened(runner, small_smollm, tmp_path_factory):
     """Starts engines that keep their prefixes in a folder, one after another."""
     started = []
 
@@ -36,7 +36,7 @@ def opened(runner, smollm, tmp_path_factory):
             started.pop().close()
         options = {"folder": str(folder), "disk_bytes": 1 << 30, "bytes_per_hour": 1 << 34}
         store = tmp_path_factory.mktemp("store")
-        started.append(Harness(runner, smollm, store, max_model_len=4096, prefixes=options, **args))
+        started.append(Harness(runner, small_smollm, store, max_model_len=4096, prefixes=options, **args))
         started[0].ask_now([1, 2, 3])  # the worker has said that it can load
         return started[0]
 
