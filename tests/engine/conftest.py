@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of two engines on the same co
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "auto")
 
 from ragkv import models
-from ragkv.config import EMBEDDED_MODEL
+from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL
 from ragkv.controller.profile import text_tokens
 from ragkv.errors import ModelError
 from ragkv.evals.bucket import new_bucket, s3_server
@@ -46,12 +46,13 @@ def smollm():
 
 @pytest.fixture(scope="session")
 def small_smollm(smollm, tmp_path_factory):
-    """The folder of a model of the embedded one's first NUM_LAYERS layers; all else is as it is in the whole model.
+    """The folder of a model of the embedded one's first NUM_LAYERS layers, beside the embedder.
 
-    Its text makes little sense, and comes several times as soon: for tests that compare probabilities.
+    All else is as it is in the whole model. Its text makes little sense, and comes several times as soon.
     """
-    folder = tmp_path_factory.mktemp("models") / "small"
+    folder = tmp_path_factory.mktemp("models") / smollm.name
     shutil.copytree(smollm, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder.parent / EMBEDDED_EMBEDDER).symlink_to(smollm.parent / EMBEDDED_EMBEDDER)
     config = json.loads((smollm / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
     left_out = tuple(f"model.layers.{layer}." for layer in range(NUM_LAYERS, config["num_hidden_layers"]))
@@ -62,10 +63,20 @@ def small_smollm(smollm, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def home(smollm, tmp_path_factory):
-    """A home of its own that shares the fetched models."""
+def home(small_smollm, tmp_path_factory):
+    """A home of its own, whose embedded model is the small one."""
+    return home_with(small_smollm, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def whole_home(smollm, tmp_path_factory):
+    """A home of its own that shares the fetched models, for what compares text or times prefills."""
+    return home_with(smollm, tmp_path_factory)
+
+
+def home_with(model, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    (home / "models").symlink_to(smollm.parent)
+    (home / "models").symlink_to(model.parent)
     return home
 
 

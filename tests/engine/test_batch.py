@@ -27,6 +27,11 @@ NUM_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
+def home(whole_home):
+    return whole_home
+
+
+@pytest.fixture(scope="module")
 def pipeline(runner, home, tmp_path_factory):
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
     config = Config(home=home, model=model, index={"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128})

@@ -21,6 +21,11 @@ START_S, END_S = 400, 180
 
 
 @pytest.fixture(scope="module")
+def home(whole_home):
+    return whole_home
+
+
+@pytest.fixture(scope="module")
 def environment(home):
     settings = {"MODEL__MAX_MODEL_LEN": 1024, "MODEL__KV_CACHE_GIB": 1, "ANSWER__CONTROLLER": "false"}
     names = {"HOME": home, "MODEL__NAME": EMBEDDED_MODEL, "INDEX__EMBEDDER": EMBEDDED_EMBEDDER, **settings}

@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+from engine_harness import NUM_LAYERS
 
 from ragkv.config import EMBEDDED_EMBEDDER, EMBEDDED_MODEL, MAIN, Config
 from ragkv.pipeline import Pipeline
@@ -27,7 +28,7 @@ def client(runner, home):
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
     index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 128, "num_contexts": 2}
     server = {"operator_keys": {"olga": hash_of(KEY)}}
-    store = {"memory_gib": 0.04, "codec": "raw"}  # of two documents, three have no room
+    store = {"memory_gib": 0.04 * NUM_LAYERS / 30, "codec": "raw"}  # of two documents, three have no room
     config = Config(home=home, model=model, index=index, server=server, store=store, answer={"controller": False})
 
     async def open_all():

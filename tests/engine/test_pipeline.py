@@ -5,10 +5,12 @@ import random
 import re
 import threading
 import time
+from contextlib import aclosing
 from dataclasses import replace
 
 import httpx
 import pytest
+from engine_harness import NUM_LAYERS
 from transformers import AutoTokenizer
 
 from ragkv.answer import Answer, AnswerOptions, Conversation, Delta, Reasoning, Retrieved, Sampling, Turn
@@ -110,7 +112,7 @@ def test_a_model_that_ends_while_it_thinks_has_no_answer(runner, pipeline, smoll
 def test_every_chunk_has_its_capture_and_an_average(runner, pipeline, config):
     stats = pipeline.workspace.store.admin.stats()
     assert config.index.num_contexts > 1
-    assert stats.num_records == 30 * stats.num_chunks  # the average's entry has the difference of the capture
+    assert stats.num_records == NUM_LAYERS * stats.num_chunks  # the average's entry has the difference of the capture
     *_, answer = runner.run(events_of(pipeline, QUESTIONS[0], "guided:0.1", fresh=True))
     assert (answer.policy.label, answer.fallback) == ("guided:0.1", None)
 
@@ -268,8 +270,13 @@ def test_where_nothing_is_indexed_the_answer_says_so(runner, pipeline):
 
 def test_max_tokens_is_a_limit(runner, pipeline):
     """It takes sources no room that it may not need, and the question none at all."""
-    first, *_, answer = runner.run(events_of(pipeline, QUESTIONS[1], max_tokens=100_000, top_k=6))
-    assert len(first.sources) == 6 and answer.fallback is None and answer.finish_reason == "stop"
+
+    async def sources():
+        options = AnswerOptions(Policy.parse("query:0.15"), top_k=6, max_tokens=100_000)
+        async with aclosing(pipeline.answer(QUESTIONS[1], options)) as events:
+            return (await anext(events)).sources
+
+    assert len(runner.run(sources())) == 6
     *_, answer = runner.run(events_of(pipeline, "bee " * 1900, max_tokens=100_000))
     assert answer.sources == [] and answer.fallback.startswith("6 of 6 sources left out")
     usage = answer.usage
@@ -384,9 +391,10 @@ def test_eight_http_requests_at_once_answer_as_one_at_a_time(runner, pipeline, c
 
 
 def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corpus, config, tmp_path):
-    *_, expected = runner.run(events_of(pipeline, QUESTIONS[2], "query:1.0", fresh=True))
+    asked = {"question": QUESTIONS[2], "policy": "query:1.0", "max_tokens": 4, "fresh": True}
+    *_, expected = runner.run(events_of(pipeline, **asked))
     (tmp_path / "models").symlink_to(config.home / "models")
-    budget = 5 << 20  # of 14 MiB
+    budget = pipeline.workspace.store.admin.stats().size_bytes * 5 // 14
     small = config.model_copy(
         update={"home": tmp_path, "store": config.store.model_copy(update={"disk_gib": budget / (1 << 30)})}
     )
@@ -396,7 +404,7 @@ def test_a_budget_smaller_than_the_corpus_costs_time_only(runner, pipeline, corp
         try:
             await other.ingest([corpus])
             stored = other.workspace.store.admin.stats()
-            answers = [(await events_of(other, QUESTIONS[2], "query:1.0", fresh=True))[-1] for _ in range(2)]
+            answers = [(await events_of(other, **asked))[-1] for _ in range(2)]
             again = await other.ingest([corpus])
             return stored, answers, again, other.workspace.store.admin.verify().problems
         finally:

@@ -19,9 +19,9 @@ QUESTION = "When is it picked? " + " ".join(f"Mind the note number {i} on tea, t
 SLOW = Profile(Policy.parse("none"), prefill=(200_000.0, 0.0, 0.0), fused=(0.0,) * 6, cold_ms=0.0)
 
 
-def config_of(home, smollm, bucket):
+def config_of(home, small_smollm, bucket):
     home.mkdir()
-    (home / "models").symlink_to(smollm.parent)
+    (home / "models").symlink_to(small_smollm.parent)
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 0.5}
     store = {"remote": bucket.url, "remote_prefixes": True, "remote_timeout_s": 20, "memory_gib": 0}
     index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 96, "num_contexts": 1}
@@ -52,13 +52,13 @@ def prefixes_in(bucket):
     return [name for name in bucket.objects() if "/prefixes/" in name]
 
 
-def test_what_one_machine_has_prefilled_another_loads(runner, smollm, tmp_path, bucket):
+def test_what_one_machine_has_prefilled_another_loads(runner, small_smollm, tmp_path, bucket):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "tea.md").write_text(TEA)
 
     async def first():
-        pipeline = await opened(config_of(tmp_path / "first", smollm, bucket), corpus)
+        pipeline = await opened(config_of(tmp_path / "first", small_smollm, bucket), corpus)
         expected = await ask(pipeline, fresh=True)  # vLLM's own
         await ask(pipeline, keep="shared")
         stored = pipeline.workspace.tier.derived.store
@@ -71,7 +71,7 @@ def test_what_one_machine_has_prefilled_another_loads(runner, smollm, tmp_path, 
     assert num_segments > 1 and expected.usage.prompt_tokens > 512
 
     async def second():
-        pipeline = await opened(config_of(tmp_path / "second", smollm, bucket), corpus)
+        pipeline = await opened(config_of(tmp_path / "second", small_smollm, bucket), corpus)
         shared = pipeline.workspace.tier.derived
         await asyncio.to_thread(shared.send)  # which lists what is there
         found = await ask(pipeline)

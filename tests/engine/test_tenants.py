@@ -27,6 +27,11 @@ KEYS = {name: f"ragkv-{name * 12}" for name in (MAIN, "acme", "zeta", "handbook"
 
 
 @pytest.fixture(scope="module")
+def home(whole_home):
+    return whole_home
+
+
+@pytest.fixture(scope="module")
 def clients(runner, home):
     """Of each tenant of one server; zeta reads the handbook."""
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 1}
