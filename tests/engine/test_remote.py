@@ -32,9 +32,9 @@ def corpus(tmp_path):
     return folder
 
 
-def config_of(home, small_smollm, bucket):
+def config_of(home, smollm, bucket):
     home.mkdir()
-    (home / "models").symlink_to(small_smollm.parent)
+    (home / "models").symlink_to(smollm.parent)
     model = {"name": EMBEDDED_MODEL, "dtype": "float32", "max_model_len": 2048, "kv_cache_gib": 0.5}
     index = {"embedder": EMBEDDED_EMBEDDER, "chunk_tokens": 96, "num_contexts": 2}
     store = {"remote": bucket.url, "remote_timeout_s": 20, "memory_gib": 0}
@@ -64,7 +64,7 @@ def lose_all(pipeline):
 
 def wait_until(runner, condition):
     async def run():
-        for _ in range(300):
+        for _ in range(600):
             if condition():
                 return True
             await asyncio.sleep(0.1)
@@ -73,8 +73,8 @@ def wait_until(runner, condition):
     assert runner.run(run())
 
 
-def test_what_one_home_indexed_the_other_answers_from(runner, small_smollm, tmp_path, bucket, corpus):
-    first = runner.run(Pipeline.open(config_of(tmp_path / "first", small_smollm, bucket)))
+def test_what_one_home_indexed_the_other_answers_from(runner, smollm, tmp_path, bucket, corpus):
+    first = runner.run(Pipeline.open(config_of(tmp_path / "first", smollm, bucket)))
     report = runner.run(first.ingest([corpus]))
     assert report.chunks_prefilled > 3 and report.entries_fetched == report.entries_unsent == 0
     files = files_of(first.workspace.store)
@@ -82,7 +82,7 @@ def test_what_one_home_indexed_the_other_answers_from(runner, small_smollm, tmp_
     expected = ask(runner, first)
     runner.run(first.close())
 
-    second = runner.run(Pipeline.open(config_of(tmp_path / "second", small_smollm, bucket)))
+    second = runner.run(Pipeline.open(config_of(tmp_path / "second", smollm, bucket)))
     report = runner.run(second.ingest([corpus]))
     assert (report.documents_new, report.chunks_prefilled, report.entries_unsent) == (3, 0, 0)
     assert report.entries_fetched == len(files) - 1  # the anchor comes before the chunks
