@@ -117,7 +117,7 @@ def _each(rows: Rows, take: Callable[[Row], None]) -> None:
 
 
 class Shown(Bar, experiment.Progress):
-    """A run's progress, in one line on stderr that is deleted at the end; nothing where there is no terminal."""
+    """A run's progress, in one line on stderr that is deleted at the end; in a log, a line now and then."""
 
     def __init__(self, forks: bool, quiet: bool) -> None:
         columns = (
@@ -134,6 +134,8 @@ class Shown(Bar, experiment.Progress):
     def update(self, what: str, done: int | None = None, total: int | None = None) -> None:
         of = "" if done is None else f"{done}/{total}"
         self._progress.update(self._task, description=what, of=of, refresh=True)
+        if not self._quiet:
+            self._tell(what, of)
 
     def note(self, line: str) -> None:
         if not self._quiet:

@@ -88,7 +88,7 @@ async def answered(
     tries: Counter[str] = Counter()
     try:
         while waiting or running:
-            while waiting and len(running) < _MOST_AT_ONCE and (not running or admission.fits(waiting[0])):
+            while waiting and len(running) < _MOST_AT_ONCE and not admission.is_full:
                 work = waiting.popleft()
                 running[asyncio.ensure_future(work.run())] = work, admission.start(work)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

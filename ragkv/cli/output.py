@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ STAGES = {"load": "Reading files", "embed": "Embedding chunks", "prefill": "Prec
 MARKS = {True: Text("ok", "green"), False: Text("wrong", "red"), None: Text("warning", "yellow")}
 PROFILE_BUDGET = 0.05
 MIB = 1 << 20
+_LINE_EVERY_S = 15.0
 
 
 def detach_streams(log: Path | None) -> None:
@@ -58,9 +60,10 @@ def detach_streams(log: Path | None) -> None:
 
 
 class Bar:
-    """A progress bar that is shown while its block runs."""
+    """A progress bar that is shown while its block runs; in a log, a line now and then."""
 
     _progress: Progress
+    _next_line = 0.0  # monotonic seconds
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -69,9 +72,16 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def _tell(self, what: str, of: str) -> None:
+        """Print a line where there is no terminal, unless there was one just now."""
+        if err.is_terminal or time.monotonic() < self._next_line:
+            return
+        err.print(f"{what} {of}".rstrip(), style="dim", markup=False, soft_wrap=True)
+        self._next_line = time.monotonic() + _LINE_EVERY_S
+
 
 class IngestBars(Bar):
-    """A progress bar for each stage of an ingest; without a terminal, a line for each."""
+    """A progress bar for each stage of an ingest; in a log, each as it was at the end."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -96,6 +106,7 @@ class IngestBars(Bar):
             self._tasks[step.stage] = self._progress.add_task(STAGES.get(step.stage, step.stage), item="")
         item = "" if step.done == step.total else step.item
         self._progress.update(self._tasks[step.stage], completed=step.done, total=step.total, item=item)
+        self._tell(STAGES.get(step.stage, step.stage), f"{step.done:,}/{step.total:,}")
 
 
 class BatchBar(Bar):
@@ -110,6 +121,7 @@ class BatchBar(Bar):
         if self._task is None:  # answers of earlier runs say nothing about the time
             self._task = self._progress.add_task("", completed=done, total=total)
         self._progress.update(self._task, completed=done)
+        self._tell("Answered", f"{done:,}/{total:,}")
 
 
 def print_batch(summary: "Summary", file: Path, *, as_json: bool) -> None:

@@ -14,33 +14,41 @@ def exact(*names, num_tokens=40, max_tokens=10):
 
 
 def test_shared_blocks_count_once():
-    admission = Admission(95)
-    first, second, third = exact("a", "ab"), exact("a", "ac"), exact("a", "ac")
-    assert admission.fits(first)
-    started = [(work, admission.start(work)) for work in (first, second)]
-    assert admission.fits(third)  # 45 + 29 + 13
-    started.append((third, admission.start(third)))
-    assert not admission.fits(exact("a", "ac"))
-    for work, needs in started:
-        admission.end(work, needs, None)
-    assert admission.fits(exact("b", num_tokens=90))
-    assert not admission.fits(exact("b", num_tokens=91))
+    admission = Admission(86)
+    started = []
+    for work in (exact("a", "ab"), exact("a", "ac"), exact("a", "ac")):  # 45 + 29 + 13
+        assert not admission.is_full
+        started.append((work, admission.start(work)))
+    assert admission.is_full
+    admission.end(*started.pop(), None)
+    assert not admission.is_full
+    for work, own in started:
+        admission.end(work, own, None)
+    admission.start(exact("b", num_tokens=81))
+    assert not admission.is_full
+    admission.start(exact("b", num_tokens=16, max_tokens=1))
+    assert admission.is_full
 
 
 def test_chunks_are_copies():
-    admission = Admission(100)
+    admission = Admission(89)
     work = Work("", Item((("a", 16),), 40, 10), never, is_exact=False)
-    needs = admission.start(work)
+    own = admission.start(work)
     admission.start(work)
-    assert not admission.fits(work)
-    admission.end(work, needs, None)
-    assert admission.fits(work)
+    assert admission.is_full
+    admission.end(work, own, None)
+    assert not admission.is_full
 
 
 def test_answers_that_end_early_make_room():
     admission = Admission(100)
-    assert not admission.fits(exact(num_tokens=40, max_tokens=1000))
+    work = exact(num_tokens=40, max_tokens=1000)
+    admission.end(work, admission.start(work), None)
+    assert not admission.is_full
+    own = admission.start(work)
+    assert admission.is_full
+    admission.end(work, own, None)
     for _ in range(64):
-        work = exact()
-        admission.end(work, admission.start(work), 5)
-    assert admission.fits(exact(num_tokens=40, max_tokens=1000))
+        admission.end(short := exact(), admission.start(short), 5)
+    admission.start(work)
+    assert not admission.is_full

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -442,6 +443,15 @@ def test_ingest_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> N
     precomputed = capsys.readouterr()
     assert precomputed.out == ""
     assert "Reading files" in precomputed.err and "3/3" in precomputed.err and "1/2" in precomputed.err
+
+
+@pytest.mark.parametrize(("every_s", "lines"), [(0.0, ["0/3", "1/3", "2/3", "3/3"]), (3600.0, ["0/3"])])
+def test_a_log_has_a_line_of_progress_now_and_then(capsys, monkeypatch, every_s, lines) -> None:
+    monkeypatch.setattr("ragkv.cli.output._LINE_EVERY_S", every_s)
+    with output.IngestBars() as bars:
+        for done in range(4):
+            bars.update(IngestProgress("load", done, 3, "a.md"))
+    assert re.findall(r"^Reading files (\S+)$", capsys.readouterr().err, re.MULTILINE) == lines
 
 
 def test_ttft_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
