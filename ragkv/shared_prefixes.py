@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ragkv.controller.cost_model import Profile, longest_wait_s
+from ragkv.controller.cost_model import GIVEN_SHARE, WAIT_SHARE, Profile, longest_wait_s
 from ragkv.engine.engine import Engine
 from ragkv.engine.prefixes import Beginnings, Prefixes
 from ragkv.routing import Request
@@ -36,8 +36,8 @@ class SharedPrefixes:
         chunks' KV (`longest_wait_s`). Returns the seconds that it took.
 
         What has come is found on the disk; what comes later is there for the next request. waited_s: how long the
-        request has waited for the bucket already. is_there: another machine has just sent all of it, which the bucket's
-        list may not tell yet.
+        request has waited for the bucket already. is_there: another machine has just made all of it for this
+        request and sent it, which the bucket's list may not tell yet; it is waited for longer.
         """
         begun_at, begun_in, num_tokens = time.monotonic(), request.prefix.generation, len(request.prompt.token_ids)
         if self._tier is None or begun_in is None or engine.unsupported is not None:  # it loads none
@@ -50,7 +50,8 @@ class SharedPrefixes:
         sizes = await asyncio.to_thread(self._longest, request, engine, may_have)
         missing = {key: size for key, size in sizes.items() if not store.contains(key)}
         if missing:
-            longest_s = longest_wait_s(profile, num_tokens, sum(missing.values())) - waited_s
+            share = GIVEN_SHARE if is_there else WAIT_SHARE
+            longest_s = longest_wait_s(profile, num_tokens, sum(missing.values()), share) - waited_s
             is_wanted = lambda: generation(store.path) == begun_in  # noqa: E731
             if is_there:
                 for key in missing:

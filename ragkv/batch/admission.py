@@ -23,8 +23,7 @@ class Request(Protocol):
 class Admission:
     """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
 
-    capacity: of that memory, in tokens. The engine has one request more than fits: it waits in vLLM's queue, and begins
-    in the very step in which memory becomes free. Blocks that running requests share count once. An answer counts with
+    capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with
     half of its limit, or once so many are known, with half of the longest of the last ones: running answers are at
     different points of theirs, and what vLLM preempts at times, because they aren't, comes back with its KV.
     """
@@ -34,9 +33,15 @@ class Admission:
     _shared: Counter[object] = field(default_factory=Counter)
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
+    def fits(self, work: Request) -> bool:
+        """Return whether there is memory for this request as well."""
+        parts = work.item.parts if work.is_exact else ()
+        new = sum(size for name, size in parts if not self._shared[name])
+        return self._num_tokens + new + self._own(work) <= self.capacity
+
     @property
     def is_full(self) -> bool:
-        """Whether the request that was counted in last doesn't fit."""
+        """Whether a request was counted in that doesn't fit."""
         return self._num_tokens > self.capacity
 
     def _own(self, work: Request) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from ragkv.policies import Policy
 
 WAIT_SHARE = 0.05  # of the time of full prefill, in which KV may come from a bucket
+GIVEN_SHARE = 0.5  # the same, of KV that another machine has made for this very request
 _DOUBT = 1.05  # predictions err by a few percent, and being slower than vLLM is worse than missing a small gain
 
 
@@ -126,15 +127,15 @@ def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], policy: Pol
     return min(ways, key=lambda plan: plan.predicted_ms * (1 if plan.way == "prefill" else _DOUBT))
 
 
-def longest_wait_s(profile: Profile | None, num_tokens: int, num_missing: int) -> float:
+def longest_wait_s(profile: Profile | None, num_tokens: int, num_missing: int, share: float = WAIT_SHARE) -> float:
     """Return how long a prompt of `num_tokens`, so many of which have no KV here, may wait for KV from a bucket.
 
-    With a slow one it may wait in vain, so that it is a small part of what the prompt takes without; less where little
-    is to be gained. 0 where nobody knows what prefill takes.
+    With a slow one it may wait in vain, so that it is a part, by default a small one, of what the prompt takes without;
+    less where little is to be gained. 0 where nobody knows what prefill takes.
     """
     if profile is None:
         return 0.0
-    return 1e-3 * profile.prefill_ms(num_tokens) * min(WAIT_SHARE, num_missing / num_tokens)
+    return 1e-3 * profile.prefill_ms(num_tokens) * min(share, num_missing / num_tokens)
 
 
 def _fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[float, ...]:

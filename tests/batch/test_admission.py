@@ -18,6 +18,7 @@ def test_shared_blocks_count_once():
     started = []
     for work in (exact("a", "ab"), exact("a", "ac"), exact("a", "ac")):  # 45 + 29 + 13
         assert not admission.is_full
+        assert admission.fits(work) == (len(started) < 2)
         started.append((work, admission.start(work)))
     assert admission.is_full
     admission.end(*started.pop(), None)

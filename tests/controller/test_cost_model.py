@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragkv.controller.cost_model import WAIT_SHARE, Chunk, Load, Profile, Sample, longest_wait_s, plan
+from ragkv.controller.cost_model import GIVEN_SHARE, WAIT_SHARE, Chunk, Load, Profile, Sample, longest_wait_s, plan
 from ragkv.controller.profile import ProfileFile
 from ragkv.policies import Policy, Selection
 
@@ -132,4 +132,5 @@ def test_a_request_waits_for_a_bucket_for_a_small_part_of_what_prefill_takes():
     assert longest_wait_s(profile, 4000, 3000) == pytest.approx(4 * WAIT_SHARE)
     assert longest_wait_s(profile, 4000, 40) == pytest.approx(0.04)  # where little is missing, little is gained
     assert longest_wait_s(None, 4000, 3000) == 0
-    assert WAIT_SHARE < 0.1
+    assert longest_wait_s(profile, 4000, 3000, GIVEN_SHARE) == pytest.approx(4 * GIVEN_SHARE)
+    assert WAIT_SHARE < 0.1 < GIVEN_SHARE < 1

@@ -1,7 +1,9 @@
-"""Prefill here, decode there: two servers on one home, with an engine each, behind one address; float32."""
+"""Prefill here, decode there: two servers with an engine each behind one address, on one home, or on two that share a
+bucket; float32."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +18,8 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TEXT = "\n\n".join(f"Note {i} was written by person {i} in the year {1900 + i}. " * 6 for i in range(12))
-TAIL = 32  # what is stored ends at a multiple of so many tokens where vLLM's blocks have 128, as on CPU
+BLOCK = 128  # vLLM's, on CPU, of which a bucket has whole ones only
+TAIL = 32  # on the disk what is stored ends at a multiple of so many tokens
 QUESTION = "Who wrote note 7, and in which year?"
 
 
@@ -85,26 +88,46 @@ def read(client, at_first_text=lambda: None, **options):
     return text, last
 
 
-def test_prefill_here_and_decode_there(smollm, tmp_path):
-    home, log = tmp_path / "home", tmp_path / "log"
+def environment_of(home, smollm, **settings):
     home.mkdir()
     (home / "models").symlink_to(smollm.parent)
-    (tmp_path / "notes.md").write_text(TEXT)
-    settings = {
+    settings |= {
         "HOME": str(home),
         "MODEL__DTYPE": "float32",
         "MODEL__MAX_MODEL_LEN": "2048",
         "MODEL__KV_CACHE_GIB": "0.5",
         "INDEX__CHUNK_TOKENS": "96",
         "INDEX__NUM_CONTEXTS": "1",
-        "ANSWER__CONTROLLER": "false",
         "SERVER__LOG": "json",
     }
-    environment = os.environ | {f"RAGKV_{name}": value for name, value in settings.items()}
+    return os.environ | {f"RAGKV_{name}": value for name, value in settings.items()}
+
+
+@pytest.fixture
+def one_home(smollm, tmp_path):
+    """The settings of the side that prefills, and of the one that decodes."""
+    return [environment_of(tmp_path / "home", smollm, ANSWER__CONTROLLER="false")] * 2
+
+
+@pytest.fixture
+def two_homes(smollm, tmp_path, bucket):
+    """As of two machines. How long KV from the bucket is waited for is a matter of the measured time of prefill."""
+    shared = {"STORE__REMOTE": bucket.url, "STORE__REMOTE_PREFIXES": "true", "STORE__REMOTE_TIMEOUT_S": "20"}
+    return [environment_of(tmp_path / side, smollm, **shared) for side in ("here", "there")]
+
+
+@pytest.mark.parametrize(("homes", "stored_to"), [("one_home", TAIL), ("two_homes", BLOCK)])
+def test_prefill_here_and_decode_there(request, tmp_path, homes, stored_to):
+    environments, log = request.getfixturevalue(homes), tmp_path / "log"
+    (tmp_path / "notes.md").write_text(TEXT)
     index = [sys.executable, "-m", "ragkv", "index", str(tmp_path / "notes.md")]
-    with log.open("ab") as output:
-        subprocess.run(index, env=environment, stdout=output, stderr=output, check=True)
+    for environment in {each["RAGKV_HOME"]: each for each in environments}.values():
+        with log.open("ab") as output:
+            subprocess.run(index, env=environment, stdout=output, stderr=output, check=True)
+        if (profile := tmp_path / "here" / "profile.json").exists():  # the same machine
+            shutil.copy(profile, tmp_path / "there")
     here, there, front = free_ports(3)
+    sides_of = dict(zip((here, there), environments, strict=True))
     with ExitStack() as stack:
         clients = {}
         for port in (here, there, front):
@@ -112,11 +135,11 @@ def test_prefill_here_and_decode_there(smollm, tmp_path):
             clients[port] = stack.enter_context(httpx.Client(base_url=url, timeout=300))
 
         def serve(port):
-            return stack.enter_context(started(["serve", "--port", str(port)], environment, log))
+            return stack.enter_context(started(["serve", "--port", str(port)], sides_of[port], log))
 
         prefilling, decoding = serve(here), serve(there)
         sides = ["--prefill", f"http://127.0.0.1:{here}", "--decode", f"http://127.0.0.1:{there}"]
-        stack.enter_context(started(["front", *sides, "--port", str(front)], environment, log))
+        stack.enter_context(started(["front", *sides, "--port", str(front)], environments[0], log))
         for port in (here, there, front):
             wait_for(clients[port])
 
@@ -124,7 +147,7 @@ def test_prefill_here_and_decode_there(smollm, tmp_path):
         found = ask(clients[front])
         assert found["answer"] == expected["answer"] and len(found["answer"]) > 60
         num_tokens = found["usage"]["prompt_tokens"]
-        stored = (num_tokens - 1) // TAIL * TAIL
+        stored = (num_tokens - 1) // stored_to * stored_to
         assert found["usage"]["stored_prefix_tokens"] == stored > 256
         again = ask(clients[there], policy="full", fresh=True)  # exactly, too
         exact = ask(clients[front], policy="full")
