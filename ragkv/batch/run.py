@@ -82,8 +82,8 @@ async def answered(
     """Answer requests, begun in this order; yield each with its answer, or why it has none, as they come.
 
     The engine has one request more than fits: it waits in vLLM's queue, and begins in the very step in which memory
-    becomes free. Raises EngineStoppedError for a request during which the engine ended again and again. Closing the generator aborts
-    what runs.
+    becomes free. Raises EngineStoppedError for a request during which the engine ended again and again. Closing the
+    generator aborts what runs.
     """
     waiting, running = deque(works), dict[asyncio.Task[Outcome], tuple[Work, int]]()
     tries: Counter[str] = Counter()
