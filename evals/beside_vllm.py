@@ -1,4 +1,5 @@
-"""Engines on the same model and memory, ragkv's, vLLM alone and LMCache's, for requests that go to each of them."""
+"""Engines on the same model and memory for requests that go to each: ragkv's, vLLM alone with and without its prefix
+cache, and LMCache's."""
 
 import os
 import tempfile
@@ -15,11 +16,13 @@ from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask, Keep, PrefixUse
 from ragkv.errors import ModelError
-from ragkv.evals import lmcache
+from ragkv.evals import lmcache as lmcache_server
 from ragkv.policies import Policy
 
 _BLOCK_TOKENS = 128  # of vLLM's blocks on CPU
-RAGKV, VLLM, LMCACHE = "ragkv", "vLLM", "LMCache"
+RAGKV, VLLM, UNCACHED, LMCACHE = "ragkv", "vLLM", "vLLM, no prefix cache", "LMCache"
+
+Arms = dict[str, dict[str, Any]]  # vLLM's arguments of engines, by their names
 
 
 @dataclass(frozen=True)
@@ -68,32 +71,30 @@ def memory_for(config: Config, kv_tokens: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def beside_vllm(
-    config: Config, folder: Path, kv_tokens: int, lmcache_arguments: dict[str, Any] | None = None
-) -> AsyncGenerator[dict[str, Engine]]:
-    """Start ragkv's engine, vLLM alone, and LMCache's, given vLLM's arguments for it; others as of `start`."""
-    arms: list[tuple[str, bool, dict[str, Any]]] = [(RAGKV, False, {}), (VLLM, True, {})]
-    arms += [(LMCACHE, True, lmcache_arguments)] if lmcache_arguments else []
+async def beside_vllm(config: Config, folder: Path, kv_tokens: int, others: Arms) -> AsyncGenerator[dict[str, Engine]]:
+    """Start ragkv's engine, vLLM alone, and `others`, as of `peers`; the rest as of `start`."""
+    arms: Arms = {RAGKV: {}, VLLM: {}, **others}
     async with AsyncExitStack() as stack:
         engines = {}
-        for name, alone, more in arms:
-            engines[name] = await start(config, folder, kv_tokens, alone=alone, **more)
+        for name, more in arms.items():
+            engines[name] = await start(config, folder, kv_tokens, alone=name != RAGKV, **more)
             stack.push_async_callback(engines[name].close)
         yield engines
 
 
 @asynccontextmanager
-async def peer(folder: Path, *, is_wanted: bool) -> AsyncGenerator[dict[str, Any] | None]:
-    """Start LMCache's server, if it is wanted, which outlives the engines. Yields `beside_vllm`'s argument.
+async def peers(folder: Path, *, uncached: bool, lmcache: bool) -> AsyncGenerator[Arms]:
+    """Yield vLLM without its prefix cache and LMCache, those that are wanted. LMCache's server outlives the engines.
 
     Raises ConfigError if LMCache isn't installed, ModelError if its server doesn't start.
     """
-    if not is_wanted:
-        yield None
+    arms: Arms = {UNCACHED: {"enable_prefix_caching": False}} if uncached else {}
+    if not lmcache:
+        yield arms
         return
-    lmcache.require()
-    async with lmcache.server(folder / "lmcache.log") as arguments:
-        yield arguments
+    lmcache_server.require()
+    async with lmcache_server.server(folder / "lmcache.log") as arguments:
+        yield arms | {LMCACHE: arguments}
 
 
 def in_turn(engines: Iterable[str], number: int) -> list[str]:

@@ -243,6 +243,7 @@ class Chat:
     tokens: int = option("Of an answer.", 16, least=1)
     kv_tokens: int = option("Tokens whose KV fits into vLLM's memory.", 6144, least=1024)
     shared: float = option("Share of the conversations that begin with a common text.", 0.0, least=0, most=1)
+    uncached: bool = option("Also of vLLM without its prefix cache.", False)
     lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)
 
 
@@ -296,6 +297,7 @@ class Analytics:
     )
     requests: int = option("Of a batch.", 64, least=4)
     repeats: int = option("Batches of which each median is taken.", 5, least=1)
+    uncached: bool = option("Also of vLLM without its prefix cache.", False)
     lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)
 
 

@@ -210,15 +210,13 @@ def rag(rows: Sequence[Row]) -> None:
 
 def chat(rows: Sequence[Row]) -> None:
     table = Table("", box=None, padding=(0, 2, 0, 0))
-    for name in ("engine", "tokens from", "turns", "TTFT", "p90", "latency", "from memory", "from disk", "all took"):
+    for name in ("engine", "tokens from", "turns", "TTFT", "p90", "latency", "from memory", "from disk", "turns/s"):
         table.add_column(name, justify="left" if name == "engine" else "right")
     for row in rows:
         times = (f"{row[name]:,.0f} ms" for name in ("ttft_ms", "ttft_p90_ms", "latency_ms"))
         shares = (_share(row[name]) for name in ("prefix_share", "stored_share"))
-        seconds = f"{row['seconds']:,.0f} s" if "seconds" in row else ""
-        table.add_row(
-            row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, seconds
-        )
+        rate = f"{row['turns_per_s']:.3f}" if "turns_per_s" in row else ""
+        table.add_row(row["part"], row["engine"], f"{row['from_tokens']:,}", f"{row['turns']}", *times, *shares, rate)
     out.width = max(out.width, _WIDTH)
     out.print(table)
     for part, engine in dict.fromkeys((row["part"], row["engine"]) for row in rows if row["engine"] != "vLLM"):
@@ -269,9 +267,10 @@ def batch(rows: Sequence[Row]) -> None:
 
 def analytics(rows: Sequence[Row]) -> None:
     columns = ("instruction", "ragkv", "vLLM", "ratio", "of TTFT", "restarted: ragkv", "vLLM", "speed-up", "differ")
-    has_peer = any("lmcache_ratio" in row for row in rows)
+    names = {"uncached": "no prefix cache", "lmcache": "LMCache"}
+    peers = [key for key in names if any(f"{key}_ratio" in row for row in rows)]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in (*columns, *(("LMCache: ratio", "restarted") if has_peer else ())):
+    for name in (*columns, *(column for key in peers for column in (f"{names[key]}: ratio", "restarted"))):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -284,10 +283,14 @@ def analytics(rows: Sequence[Row]) -> None:
             f"{row['vllm_restarted_ttft_ms']:,.0f} ms",
             f"{row['restart_speedup']:.1f}×",
             f"{row['answers_that_differ']} of {row['requests']}",
-            *((f"{row['lmcache_ratio']:.3f}", f"{row['lmcache_restarted_ttft_ms']:,.0f} ms") if has_peer else ()),
+            *(text for key in peers for text in _of_peer(row, key)),
         )
     out.width = max(out.width, _WIDTH)
     out.print(table)
+
+
+def _of_peer(row: Row, key: str) -> tuple[str, str]:
+    return f"{row[f'{key}_ratio']:.3f}", f"{row[f'{key}_restarted_ttft_ms']:,.0f} ms"
 
 
 def pressure(rows: Sequence[Row]) -> None:

@@ -17,7 +17,7 @@ from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
-from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
+from ragkv.evals.beside_vllm import RAGKV, UNCACHED, VLLM, Timed, ask, beside_vllm, folder, in_turn, peers
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Analytics
 
@@ -32,19 +32,19 @@ async def run(config: Config, wanted: Analytics, progress: Progress) -> AsyncIte
     tweets = _Tweets(config, wanted)
     rows: dict[int, Row] = {}
     with folder() as temporary:
-        async with peer(Path(temporary), is_wanted=wanted.lmcache) as lmcache:
-            async with beside_vllm(config, Path(temporary), _KV_TOKENS, lmcache) as engines:
+        async with peers(Path(temporary), uncached=wanted.uncached, lmcache=wanted.lmcache) as others:
+            async with beside_vllm(config, Path(temporary), _KV_TOKENS, others) as engines:
                 for num_tokens in dict.fromkeys((*wanted.tokens, 0)):
                     progress.update(f"an instruction of {num_tokens} tokens")
                     rows[num_tokens] = await _compare(engines, tweets, num_tokens, wanted.repeats, progress)
             progress.update("starting the engines again")
-            async with beside_vllm(config, Path(temporary), _KV_TOKENS, lmcache) as engines:
+            async with beside_vllm(config, Path(temporary), _KV_TOKENS, others) as engines:
                 for engine in engines.values():
                     await ask(engine, [1] * 512, _OUT, "once")  # the first forward of such a length is slow in itself
                 for num_tokens, row in rows.items():
                     prompt = tweets.prompts(num_tokens, wanted.repeats + 1)[0]
                     first = {name: await ask(engine, prompt, _OUT, "once") for name, engine in engines.items()}
-                    times = {f"{name.lower()}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
+                    times = {f"{_key(name)}_restarted_ttft_ms": 1e3 * each.ttft_s for name, each in first.items()}
                     yield row | {
                         **{name: round(time_ms, 1) for name, time_ms in times.items()},
                         "stored_tokens": first[RAGKV].stored,
@@ -71,19 +71,21 @@ async def _compare(
             ttfts[name].append(median(each.ttft_s for each in answers[name]))
         differing += sum(a.token_ids != b.token_ids for a, b in zip(answers[RAGKV], answers[VLLM], strict=True))
     ratios = sorted(a / b for a, b in zip(rates[RAGKV], rates[VLLM], strict=True))
-    peers = {}
-    if LMCACHE in rates:
-        peers["lmcache_ratio"] = round(median(map(truediv, rates[LMCACHE], rates[VLLM])), 3)
+    others = [name for name in rates if name not in (RAGKV, VLLM)]
     return {
         "instruction_tokens": num_tokens,
         "requests": repeats * len(prompts),
-        **{f"{name.lower()}_per_s": round(median(rates[name]), 2) for name in rates},
+        **{f"{_key(name)}_per_s": round(median(rates[name]), 2) for name in rates},
         "throughput_ratio": round(median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        **peers,
+        **{f"{_key(name)}_ratio": round(median(map(truediv, rates[name], rates[VLLM])), 3) for name in others},
         "ttft_ratio": round(median(a / b for a, b in zip(ttfts[RAGKV], ttfts[VLLM], strict=True)), 3),
         "answers_that_differ": differing,
     }
+
+
+def _key(name: str) -> str:
+    return "uncached" if name == UNCACHED else name.lower()
 
 
 async def _throughput(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[Timed]]:

@@ -1,4 +1,4 @@
-"""`ragkv eval chat`: real conversations, whose KV leaves vLLM's memory between two turns, next to vLLM alone.
+"""`ragkv eval chat`: real conversations, whose KV leaves vLLM's memory between two turns, next to vLLM and LMCache.
 
 Users talk at the same time, each waiting a while between an answer and the next question. A group of conversations goes
 to one engine after the other, so that all see the same arrivals. The history is what the data has, also its
@@ -20,7 +20,7 @@ from ragkv import models
 from ragkv.config import Config
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError
-from ragkv.evals.beside_vllm import VLLM, Timed, ask, beside_vllm, folder, in_turn, peer
+from ragkv.evals.beside_vllm import VLLM, Timed, ask, beside_vllm, folder, in_turn, peers
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Chat
 
@@ -44,8 +44,8 @@ async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator
     all_talks = talks(config, wanted)
     groups = [all_talks[i : i + wanted.users] for i in range(0, len(all_talks), wanted.users)]
     with folder() as temporary:
-        async with peer(Path(temporary), is_wanted=wanted.lmcache) as lmcache:
-            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, lmcache) as engines:
+        async with peers(Path(temporary), uncached=wanted.uncached, lmcache=wanted.lmcache) as others:
+            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, others) as engines:
                 asked: dict[str, list[Timed]] = {name: [] for name in engines}
                 seconds = dict.fromkeys(engines, 0.0)
                 for i, group in enumerate(groups):
@@ -60,10 +60,12 @@ async def run(config: Config, wanted: Chat, progress: Progress) -> AsyncIterator
                     name: [t for t, first in zip(timed, is_first, strict=True) if first == wants_first]
                     for name, timed in asked.items()
                 }
-                for row in _rows(part, those, wanted, seconds):
-                    yield row
+                for row in _rows(part, those, wanted):
+                    # of all turns, with the pauses between them
+                    took_s = seconds[row["engine"]]
+                    yield row | {"seconds": round(took_s, 1), "turns_per_s": round(len(is_first) / took_s, 4)}
             progress.update("starting the engines again")
-            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, lmcache) as engines:
+            async with beside_vllm(config, Path(temporary), wanted.kv_tokens, others) as engines:
                 last: dict[str, list[Timed]] = {name: [] for name in engines}
                 for engine in engines.values():  # the first forward of such a length is slow in itself
                     await ask(engine, [1] * 512, wanted.tokens, "once")
@@ -89,7 +91,7 @@ async def _talk(engine: Engine, group: Sequence[list[Turn]], wanted: Chat, rng: 
     return [timed for talk in await asyncio.gather(*map(one, group, pauses)) for timed in talk]
 
 
-def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[str, float] | None = None) -> list[Row]:
+def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat) -> list[Row]:
     rows: list[Row] = []
     for low, high in _BINS:
         for name, all_timed in asked.items():
@@ -114,8 +116,6 @@ def _rows(part: str, asked: dict[str, list[Timed]], wanted: Chat, seconds: dict[
                 ),
                 "answers": len(all_timed),
             }
-            if seconds:
-                row["seconds"] = round(seconds[name], 1)  # of all turns, with the pauses between them
             rows.append(row)
     return rows
 

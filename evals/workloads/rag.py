@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,7 +23,7 @@ from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
 from ragkv.evals import datasets
 from ragkv.evals.arrivals import as_they_come, gaps
-from ragkv.evals.beside_vllm import LMCACHE, RAGKV, VLLM, Timed, ask, folder, in_turn, memory_for, peer, start
+from ragkv.evals.beside_vllm import RAGKV, VLLM, Arms, Timed, ask, folder, in_turn, memory_for, peers, start
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Rag
 from ragkv.evals.rig import Rig, rig
@@ -33,7 +32,6 @@ from ragkv.evals.workloads.simulate import of_tasks
 from ragkv.policies import Policy
 from ragkv.retriever.hashing import chunk_hash
 
-UNCACHED = "vLLM, no prefix cache"
 _NUM_CONTEXTS = 2
 _HUNDRED = 100
 _IDLE_S = 1000.0  # since the question before, as far as the simulation knows: nothing is in work any more
@@ -50,14 +48,14 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
     of a long run of ragkv's. Raises ConfigError if the data has too few documents."""
     async with AsyncExitStack() as stack:
         temporary = Path(stack.enter_context(folder()))
-        lmcache = await stack.enter_async_context(peer(temporary, is_wanted=wanted.lmcache))
+        others = await stack.enter_async_context(peers(temporary, uncached=True, lmcache=wanted.lmcache))
         options, memory = config.store.worker_options(), memory_for(config, wanted.kv_tokens)
         found = await stack.enter_async_context(rig(config, _NUM_CONTEXTS, options, **memory))
         questions = _Questions(config, wanted, found)
         await questions.precompute(progress)
         engines = {RAGKV: found.engine}
-        alone: dict[str, dict[str, Any]] = {VLLM: {}, UNCACHED: {"enable_prefix_caching": False}}
-        for name, more in (alone | ({LMCACHE: lmcache} if lmcache else {})).items():
+        alone: Arms = {VLLM: {}, **others}
+        for name, more in alone.items():
             progress.update(f"starting {name}")
             engines[name] = await start(config, temporary, wanted.kv_tokens, alone=True, **more)
             stack.push_async_callback(engines[name].close)
