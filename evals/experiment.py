@@ -78,23 +78,3 @@ class Experiment:
     draws: bool = False
     fails: Callable[[Row], bool] = lambda row: False
     forks: bool = False
-
-
-def whole_numbers(text: str, least: int = 1) -> tuple[int, ...]:
-    """Parse `64,128`. Raises ValueError for what isn't a list of whole numbers of at least `least`."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < least:
-        kind = "positive numbers" if least else "whole numbers"
-        raise ValueError(f"{text!r} is not a list of {kind} with commas between")
-    return found
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Parse `0,0.5`. Raises ValueError for what isn't a list of numbers."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers") from None

@@ -4,59 +4,28 @@
 Nothing heavy is imported: vLLM must find its environment prepared, and `--help` be quick.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragkv.evals.experiment import numbers, option, whole_numbers
+from ragkv.evals import parsing
+from ragkv.evals.experiment import option
 
 if TYPE_CHECKING:
     from ragkv.evals.arms import Arm
     from ragkv.policies import Policy
 
 
-def _policy(text: str) -> "Policy":
-    from ragkv.policies import Policy
-
-    return Policy.parse(text.strip())
-
-
-def _policies(text: str) -> tuple["Policy", ...]:
-    return tuple(map(_policy, text.split(",")))
-
-
-def _arms(text: str) -> tuple["Arm", ...]:
-    from ragkv.evals.arms import Arm
-
-    return tuple(Arm.parse(part.strip()) for part in text.split(","))
-
-
-def _among(*known: str) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(","))
-        if unknown := set(found) - set(known):
-            raise ValueError(f"{min(unknown)!r} is none of: {', '.join(known)}")
-        return found
-
-    return parse
-
-
-_ways = _among("load", "recompute", "auto")
-
-
-def _bandwidths(text: str) -> tuple[float | None, ...]:
-    return tuple(mib_s or None for mib_s in numbers(text))
-
-
 @dataclass(frozen=True)
 class Ttft:
     """Time to first token by policy, next to vLLM's own prefill of the same prompt."""
 
-    tokens: tuple[int, ...] = option("Lengths of the prompt, in tokens.", "1024,2048,4096,7168", parse=whole_numbers)
+    tokens: tuple[int, ...] = option(
+        "Lengths of the prompt, in tokens.", "1024,2048,4096,7168", parse=parsing.whole_numbers
+    )
     policies: tuple["Policy", ...] = option(
-        "Policies with their budgets.", "full,query:0.15,query:0.05,none", parse=_policies
+        "Policies with their budgets.", "full,query:0.15,query:0.05,none", parse=parsing.policies
     )
     repeats: int = option("Measurements of which each median is taken.", 5, least=1)
     cold: bool = option("Also with KV from the disk instead of memory.", False)
@@ -75,7 +44,7 @@ class Quality:
     policies: tuple["Arm", ...] = option(
         "POLICY@KV with commas between; KV is alone, anchor, random, near or mixed; mixed/CODEC: encoded anew.",
         "none,guided:0.05,cacheblend:0.15@alone",
-        parse=_arms,
+        parse=parsing.arms,
     )
     captures: int = option("Contexts over which a chunk's KV is averaged.", 4, least=1)
     codec: str | None = option("How KV is stored: raw, int8, fp8 or int4.", None, setting="store.codec")
@@ -93,7 +62,9 @@ class Retrieval:
 
     dataset: str = option("mtrag, xquad, or xquad in another language: xquad.de.")
     data: Path = option("Folder that holds the datasets.")
-    depths: tuple[int, ...] = option("Among how many chunks to look for the passages.", "3,5", parse=whole_numbers)
+    depths: tuple[int, ...] = option(
+        "Among how many chunks to look for the passages.", "3,5", parse=parsing.whole_numbers
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +73,7 @@ class Cache:
 
     trace: str = option("zipf (documents), or a file like Mooncake's trace.", "zipf")
     shares: tuple[float, ...] = option(
-        "Cache sizes, as shares of all distinct chunks.", "0.01,0.05,0.1,0.25", parse=numbers
+        "Cache sizes, as shares of all distinct chunks.", "0.01,0.05,0.1,0.25", parse=parsing.numbers
     )
 
 
@@ -110,8 +81,10 @@ class Cache:
 class Find:
     """How long it takes to find chunks in a prompt's tokens, by the number of chunks. Needs no model."""
 
-    tokens: tuple[int, ...] = option("Lengths of the prompt, in tokens.", "2048,8192,32768,131072", parse=whole_numbers)
-    chunks: tuple[int, ...] = option("How many chunks there are.", "10000,1000000", parse=whole_numbers)
+    tokens: tuple[int, ...] = option(
+        "Lengths of the prompt, in tokens.", "2048,8192,32768,131072", parse=parsing.whole_numbers
+    )
+    chunks: tuple[int, ...] = option("How many chunks there are.", "10000,1000000", parse=parsing.whole_numbers)
     chunk_tokens: int = option("Tokens of a chunk.", 256, least=16)
     repeats: int = option("Measurements of which each median is taken.", 30, least=1)
 
@@ -132,14 +105,14 @@ class Swap:
     """Recompute or load: full prefill, fusion, and the controller's choice between them."""
 
     tokens: tuple[int, ...] = option(
-        "Lengths of the prompt, in tokens.", "64,128,256,512,1024,2048,4096", parse=whole_numbers
+        "Lengths of the prompt, in tokens.", "64,128,256,512,1024,2048,4096", parse=parsing.whole_numbers
     )
-    shares: tuple[float, ...] = option("Shares of the chunks that are stored.", "0,0.5,1", parse=numbers)
-    near: tuple[float, ...] = option("Shares of these that are in the page cache.", "1", parse=numbers)
-    chunk_tokens: tuple[int, ...] = option("Tokens of a chunk, so of a record.", "512", parse=whole_numbers)
-    batches: tuple[int, ...] = option("Requests at a time.", "1", parse=whole_numbers)
+    shares: tuple[float, ...] = option("Shares of the chunks that are stored.", "0,0.5,1", parse=parsing.numbers)
+    near: tuple[float, ...] = option("Shares of these that are in the page cache.", "1", parse=parsing.numbers)
+    chunk_tokens: tuple[int, ...] = option("Tokens of a chunk, so of a record.", "512", parse=parsing.whole_numbers)
+    batches: tuple[int, ...] = option("Requests at a time.", "1", parse=parsing.whole_numbers)
     bandwidths: tuple[float | None, ...] = option(
-        "Of the store's reads, in MiB/s; 0 is the disk's own.", "0,400,50", parse=_bandwidths
+        "Of the store's reads, in MiB/s; 0 is the disk's own.", "0,400,50", parse=parsing.bandwidths
     )
     repeats: int = option("Measurements of which each median is taken, at least.", 3, least=1)
     out: Path | None = option("A picture of it.", None)
@@ -150,7 +123,7 @@ class Timeline:
     """Draw what one request reads, loads and computes, and when: with KV from the disk and from memory."""
 
     tokens: int = option("Length of the prompt, in tokens.", 4096, least=1)
-    policy: "Policy" = option("With its budget.", "query:0.05", parse=_policy)
+    policy: "Policy" = option("With its budget.", "query:0.05", parse=parsing.policy)
     out: Path = option("The picture.", Path("timeline.png"))
 
 
@@ -169,7 +142,7 @@ class Store:
     """How fast a store on this disk writes and reads, next to the disk and the memory themselves. Needs no model."""
 
     records: tuple[int, ...] = option(
-        "Sizes of a record, in KiB: one layer of a chunk.", "64,256,1024,2048", parse=whole_numbers
+        "Sizes of a record, in KiB: one layer of a chunk.", "64,256,1024,2048", parse=parsing.whole_numbers
     )
     mib: int = option("How much is stored.", 256, least=1)
     churn: float = option("How many times that is deleted and written anew.", 10.0, least=0)
@@ -223,7 +196,7 @@ class Load:
     shares: tuple[float, ...] = option(
         "Rates of arrival, as shares of what each server answers one after the other.",
         "0.4,0.6,0.8,0.95",
-        parse=numbers,
+        parse=parsing.numbers,
     )
     top_k: int = option("Chunks of a question, some 500 tokens each.", 8, least=1)
     seed: int = option("Of the questions and the arrivals.", 0)
@@ -256,7 +229,7 @@ DAMAGES = (
     "a bucket that goes away",
     "a damaged object",
 )
-_damages = _among(*DAMAGES)
+_damages = parsing.among(*DAMAGES)
 
 
 @dataclass(frozen=True)
@@ -293,7 +266,7 @@ class Analytics:
     tokens: tuple[int, ...] = option(
         "Lengths of the instruction, in tokens; texts without one, which share nothing, follow. 0: these alone.",
         "100,500,2000",
-        parse=partial(whole_numbers, least=0),
+        parse=partial(parsing.whole_numbers, least=0),
     )
     requests: int = option("Of a batch.", 64, least=4)
     repeats: int = option("Batches of which each median is taken.", 5, least=1)
@@ -306,14 +279,16 @@ class Pressure:
     """More requests at once than vLLM's memory holds: what it preempts comes back by load or by recompute."""
 
     requests: int = option("All sent at once.", 32, least=2)
-    tokens_in: tuple[int, ...] = option("Lengths of the prompts; no two begin alike.", "375", parse=whole_numbers)
+    tokens_in: tuple[int, ...] = option(
+        "Lengths of the prompts; no two begin alike.", "375", parse=parsing.whole_numbers
+    )
     tokens_out: int = option("Of an answer.", 256, least=2)
     shares: tuple[float, ...] = option(
-        "Memory for KV, as shares of what all requests take in the end.", "0.12,0.25,0.5", parse=numbers
+        "Memory for KV, as shares of what all requests take in the end.", "0.12,0.25,0.5", parse=parsing.numbers
     )
-    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "128", parse=whole_numbers)
+    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "128", parse=parsing.whole_numbers)
     ways: tuple[str, ...] = option(
-        "Of load, recompute, auto; vLLM alone comes first.", "recompute,load,auto", parse=_ways
+        "Of load, recompute, auto; vLLM alone comes first.", "recompute,load,auto", parse=parsing.ways
     )
     repeats: int = option("Times that all is sent to each, to new engines; the fastest counts.", 1, least=1)
     out: Path | None = option("A picture of it.", None)
@@ -323,9 +298,11 @@ class Pressure:
 class Preempted:
     """What it costs a preempted request to come back: copies of its KV, or vLLM's prefill."""
 
-    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "32,128", parse=whole_numbers)
-    tokens: tuple[int, ...] = option("Lengths of the sequence.", "512,2048", parse=whole_numbers)
-    swapped: tuple[int, ...] = option("How many of its last tokens have no KV.", "128,512,2048", parse=whole_numbers)
+    block_tokens: tuple[int, ...] = option("Sizes of vLLM's blocks.", "32,128", parse=parsing.whole_numbers)
+    tokens: tuple[int, ...] = option("Lengths of the sequence.", "512,2048", parse=parsing.whole_numbers)
+    swapped: tuple[int, ...] = option(
+        "How many of its last tokens have no KV.", "128,512,2048", parse=parsing.whole_numbers
+    )
     repeats: int = option("Measurements of which each median is taken.", 3, least=1)
 
 
@@ -336,8 +313,10 @@ class Batch:
     data: Path = option("Folder that holds tweeteval/ and xquad/.")
     requests: int = option("Of each mix.", 48, least=8)
     tokens_in: int = option("Of the prompts that are made up, of which eight each share a beginning.", 600, least=128)
-    sharing: tuple[float, ...] = option("Shares of these prompts that are shared.", "0,0.5,0.9", parse=numbers)
-    ratios: tuple[float, ...] = option("Tokens of these prompts for each one of their answers.", "10,2", parse=numbers)
+    sharing: tuple[float, ...] = option("Shares of these prompts that are shared.", "0,0.5,0.9", parse=parsing.numbers)
+    ratios: tuple[float, ...] = option(
+        "Tokens of these prompts for each one of their answers.", "10,2", parse=parsing.numbers
+    )
     kv_tokens: int = option("Memory for KV, in tokens.", 6144, least=2048)
     repeats: int = option("Times that each mix goes in each order, of which the median counts.", 3, least=1)
 
@@ -364,7 +343,7 @@ class Rag:
     chunk_tokens: int = option("Of a document.", 480, least=16)
     questions: int = option("Of each measurement.", 12, least=2)
     shares: tuple[float, ...] = option(
-        "Rates of arrival, as shares of what each engine answers one after the other.", "0.5,0.9", parse=numbers
+        "Rates of arrival, as shares of what each engine answers one after the other.", "0.5,0.9", parse=parsing.numbers
     )
     tokens: int = option("Of an answer.", 16, least=2)
     long: int = option("Questions to ragkv alone, in the end, one hundred after the other.", 1000, least=0)
@@ -380,10 +359,14 @@ class Simulate:
     """Simulate many engines over a trace, by a measured profile: hit rates, TTFT and bytes. Needs no vLLM."""
 
     trace: str = option("zipf (documents), or a file like Mooncake's trace.", "zipf")
-    engines: tuple[int, ...] = option("Numbers of engines.", "1,4,16", parse=whole_numbers)
-    chunks: tuple[int, ...] = option("Numbers of chunks, of documents.", "1000,100000,10000000", parse=whole_numbers)
-    stores: tuple[str, ...] = option("local, or bucket behind them.", "local,bucket", parse=_among("local", "bucket"))
-    routings: tuple[str, ...] = option("least busy engine, or affine.", "least", parse=_among("least", "affine"))
+    engines: tuple[int, ...] = option("Numbers of engines.", "1,4,16", parse=parsing.whole_numbers)
+    chunks: tuple[int, ...] = option(
+        "Numbers of chunks, of documents.", "1000,100000,10000000", parse=parsing.whole_numbers
+    )
+    stores: tuple[str, ...] = option(
+        "local, or bucket behind them.", "local,bucket", parse=parsing.among("local", "bucket")
+    )
+    routings: tuple[str, ...] = option("least busy engine, or affine.", "least", parse=parsing.among("least", "affine"))
     profile: Path | None = option("What `ragkv profile --json` printed. Default: the home's own.", None)
     load: float = option("Of all engines' time, what full prefill would take; 0: a trace's own times.", 0.7, least=0)
     requests: int = option("Questions about documents, for each engine.", 2000, least=20)

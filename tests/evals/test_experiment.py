@@ -12,7 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from ragkv.evals import cli, registry
-from ragkv.evals.experiment import Experiment, numbers, option, whole_numbers
+from ragkv.evals.experiment import Experiment, option
+from ragkv.evals.parsing import numbers, whole_numbers
 
 
 @dataclass(frozen=True)

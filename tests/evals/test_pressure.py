@@ -8,7 +8,8 @@ from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals import tables
 from ragkv.evals.experiment import Progress
-from ragkv.evals.parameters import Pressure, _ways
+from ragkv.evals.parameters import Pressure
+from ragkv.evals.parsing import ways
 from ragkv.evals.workloads import pressure
 
 
@@ -59,6 +60,6 @@ def test_a_memory_for_none_is_an_error(measured):
 
 
 def test_ways_are_checked():
-    assert _ways("load, auto") == ("load", "auto")
+    assert ways("load, auto") == ("load", "auto")
     with pytest.raises(ValueError, match="slow"):
-        _ways("load,slow")
+        ways("load,slow")
