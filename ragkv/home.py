@@ -44,7 +44,7 @@ class Home:
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
-        self.kv, self.prefixes = self.path / "kv", self.path / "prefixes"
+        self.kv, self.prefixes, self.profiles = self.path / "kv", self.path / "prefixes", self.path / "profile.json"
         self._lock = filelock.FileLock(self.path / "index.lock", timeout=0, thread_local=False)
 
     def folder(self, tenant: str) -> Path:

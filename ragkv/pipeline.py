@@ -16,7 +16,8 @@ from ragkv.answer import AnswerEvent, AnswerOptions, Conversation, Retrieved, So
 from ragkv.background import RESTORE_EVENTS, Canary, KVRestorer, LogProbs, Sample
 from ragkv.config import MAIN, AnswerConfig, Config
 from ragkv.controller.cost_model import Profile, longest_wait_s
-from ragkv.controller.profile import ProfileFile, profile_machine
+from ragkv.controller.profile import profile_machine
+from ragkv.controller.profile_file import ProfileFile
 from ragkv.conversation import Fitted, fit, in_one_turn, recent
 from ragkv.engine.engine import Engine
 from ragkv.errors import ConfigError, EngineStoppedError, ModelError, StoreError
@@ -52,9 +53,8 @@ class Pipeline:
         self.canary = Canary(config.canary, config.answer.budget, workspace.idle, self._score)
         self._router, self._shared = Router(workspace, tenant), SharedPrefixes(workspace)
         self._policy = Policy.of(config.answer.policy, config.answer.budget)
-        self._profiles = ProfileFile(
-            workspace.home.path / "profile.json", workspace.owner.fingerprint, config.store.codec, self._policy
-        )
+        fingerprint, codec = workspace.owner.fingerprint, config.store.codec
+        self._profiles = ProfileFile(workspace.home.profiles, fingerprint, codec, self._policy)
         if config.answer.controller:
             self._router.profile = self._profiles.load()
 

@@ -4,6 +4,7 @@ Nothing else of ragkv runs there: what clients send goes to vLLM's own server, w
 finds the home's chunks in them, and, if it is to, learns what recurs.
 """
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 from ragkv import models
 from ragkv.config import LearningConfig
+from ragkv.controller.cost_model import Profile
+from ragkv.controller.profile_file import ProfileFile
 from ragkv.engine.attached import Attached
 from ragkv.engine.callers import caller_with
 from ragkv.engine.connector import RagKVConnector
@@ -56,7 +59,27 @@ class RagKV(RagKVConnector):
         except RagKVError as error:
             logger.warning("no chunk will be found in prompts: %s", error)
             return None
-        return Finding(self._find, Policy.parse(self._extra["policy"]), self._block_size())
+        policy = Policy.parse(self._extra["policy"])
+        return Finding(self._find, policy, self._block_size(), self._profile(policy), self._num_cached)
+
+    def _profile(self, policy: Policy) -> Profile | None:
+        """Return what requests take on this machine, if that was measured, and the controller is wanted."""
+        extra = self._extra
+        if not extra.get("controller"):  # a configuration that was written before has none
+            return None
+        profile = ProfileFile(Home(Path(extra["home"])).profiles, extra["fingerprint"], extra["codec"], policy).load()
+        if profile is None:
+            logger.warning(
+                "what fusing saves here isn't known; `ragkv profile` measures it: all that is found is fused"
+            )
+        return profile
+
+    def _num_cached(self, names: Sequence[Any]) -> int:
+        """Return how many of these blocks, from the first on, vLLM's prefix cache has."""
+        if self._kv_cache_manager is None:
+            return 0
+        pool, groups = self._kv_cache_manager.block_pool, [*range(len(self._kv_cache_config.kv_cache_groups))]
+        return sum(1 for _ in itertools.takewhile(lambda name: pool.get_cached_block(name, groups), names))
 
     def _open_chunks(self) -> StoredChunks:
         """Open the home's chunks, and learn, if that is wanted. Raises RagKVError if the home can't be used."""

@@ -25,6 +25,8 @@ def configuration(config: Config) -> dict[str, Any]:
         "num_contexts": config.index.num_contexts,
         "learning": config.learning.model_dump(),
         "policy": Policy.of(config.answer.policy, config.answer.budget).label,
+        "codec": config.store.codec,
+        "controller": config.answer.controller,
     }
     connector = {
         "kv_connector": "RagKV",

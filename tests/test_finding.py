@@ -1,11 +1,14 @@
 """What is fused of requests that have no task, and under which names vLLM caches it."""
 
+from itertools import takewhile
+
 import pytest
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from ragkv.controller.cost_model import Profile
 from ragkv.engine.finding import Finding
 from ragkv.engine.scheduler import SchedulerSide
 from ragkv.engine.task import KEY_KEY, FuseTask, PrefixUse, Span, to_params
@@ -27,13 +30,17 @@ class Engine:
 
     def __init__(self, hasher):
         self.hasher, self.num = hasher, 0
-        self.finding = Finding(self.find, DEFAULT, BLOCK)
+        self.cached = set()  # the names of blocks that vLLM has
+        self.finding = Finding(self.find, DEFAULT, BLOCK, cached=self.num_cached)
         self.side = SchedulerSide(finding=self.finding, key=KEY)
         self.is_stored = True
 
     def find(self, token_ids, salt):
         starts = [i for i in range(len(token_ids)) if token_ids[i : i + len(CHUNK)] == CHUNK] if self.is_stored else []
         return tuple(Span(start, start + len(CHUNK), "c" * 32, "m" * 32) for start in starts if salt != "nobody's")
+
+    def num_cached(self, names):
+        return len([*takewhile(self.cached.__contains__, names)])
 
     def request(self, token_ids, params=None, salt=None, **sampling):
         self.num += 1
@@ -130,6 +137,32 @@ def test_too_little_isnt_fused(engine):
     for prompt in ([*CHUNK, *range(300)], [*range(100)], [*range(30), *CHUNK[:-1], 0]):
         request, task = engine.ask(prompt)
         assert task is None and request.block_hashes == engine.exact(prompt)
+
+
+def test_what_vllm_has_exactly_stays_so(engine):
+    first = [*range(40), *CHUNK, *[7] * 30]
+    second = [*first, *[5] * 4, *CHUNK, *[4] * 30]
+    engine.cached = set(engine.exact(first))  # more than half of it
+    request, task = engine.ask(second)
+    assert task.spans == (Span(274, 474, "c" * 32, "m" * 32),)
+    assert shared(request.block_hashes, engine.exact(second)) == 274 // BLOCK
+    again, task = engine.ask([*first, *[5] * 20])
+    assert task is None and again.block_hashes == engine.exact([*first, *[5] * 20])
+    engine.cached = set(engine.exact(first[:100]))  # the first chunk in part
+    _, task = engine.ask([*second, 3])
+    assert [span.start for span in task.spans] == [40, 274]
+
+
+def test_what_vllm_prefills_sooner_is_left_to_it(engine):
+    def is_fused(fused_ms, num_before, params=None):
+        engine.finding._profile = Profile(DEFAULT, (0.0, 1000.0, 0.0), (fused_ms, *[0.0] * 5), 0.0)
+        question = [int(fused_ms)] * 20
+        return engine.ask([*range(3000, 3000 + num_before), *CHUNK, *question], params)[1] is not None
+
+    # vLLM takes 220 ms for what stands behind the first tokens, which are computed either way.
+    assert [is_fused(fused_ms, 40) for fused_ms in (200, 215, 400)] == [True, False, False]
+    assert [is_fused(fused_ms, 3000) for fused_ms in (201, 216, 401)] == [True, False, False]
+    assert is_fused(402, 40, {"policy": "none"}), "that policy wasn't measured"
 
 
 def test_the_last_token_of_a_prompt_isnt_fused(engine):

@@ -21,11 +21,13 @@ from ragkv import models
 from ragkv.batch.sharing import Part
 from ragkv.config import Config
 from ragkv.controller.cost_model import Profile
+from ragkv.controller.profile_file import ProfileFile
 from ragkv.errors import ConfigError
 from ragkv.evals.arrivals import gaps
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.simulation import TIERS, Answered, Request, Simulation, System
 from ragkv.evals.workloads.cache import ANCHOR_TOKENS, BLOCK_TOKENS, LOG_TOKENS, MOVED, TOKENS, each_line
+from ragkv.home import Home
 from ragkv.policies import Policy, Selection
 from ragkv.store.codecs import CODECS
 from ragkv.store.entries import entry_bytes
@@ -236,12 +238,10 @@ def profile_of(config: Config, file: Path | None) -> Profile:
     policy = Policy.of(config.answer.policy, config.answer.budget)
     if file is not None:
         return _read_profile(file, policy)
-    from ragkv.controller.profile import ProfileFile  # which imports tokenizers and the engine's client
-
     fingerprint = models.model_fingerprint(
         models.resolve(config.model.name, config.home), config.model.dtype, config.home
     )
-    found = ProfileFile(config.home / "profile.json", fingerprint, config.store.codec, policy).load()
+    found = ProfileFile(Home(config.home).profiles, fingerprint, config.store.codec, policy).load()
     if found is None:
         raise ConfigError(
             f"{config.home} has no profile of this machine, model, codec and policy: measure one with `ragkv profile`, "

@@ -127,6 +127,15 @@ def plan(profile: Profile, num_tokens: int, chunks: Sequence[Chunk], policy: Pol
     return min(ways, key=lambda plan: plan.predicted_ms * (1 if plan.way == "prefill" else _DOUBT))
 
 
+def saves(profile: Profile, load: Load, num_before: int) -> bool:
+    """Return whether a request is answered sooner by fusing than by vLLM's prefill, which has to be clearly slower.
+
+    num_before: tokens before the first chunk, which vLLM has or both ways compute, so that they count for neither.
+    """
+    prefill_ms = profile.prefill_ms(load.prompt) - profile.prefill_ms(num_before) + profile.prefill_ms(0)
+    return profile.fused_ms(load) * _DOUBT < prefill_ms
+
+
 def longest_wait_s(profile: Profile | None, num_tokens: int, num_missing: int, share: float = WAIT_SHARE) -> float:
     """Return how long a prompt of `num_tokens`, so many of which have no KV here, may wait for KV from a bucket.
 

@@ -1,19 +1,12 @@
 """Profiles: requests are timed once on this machine, for the controller, and the result is kept in the home."""
 
-import hashlib
-import json
-import logging
-import platform
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
-import filelock
 from tokenizers import Tokenizer
 
 from ragkv.chunk_kv import ChunkKV
@@ -21,8 +14,6 @@ from ragkv.controller.cost_model import Load, Profile, Sample
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask, Report
 from ragkv.errors import ConfigError
-from ragkv.files import atomic_write
-from ragkv.machine import machine
 from ragkv.policies import Policy
 from ragkv.prompt import Prompt, PromptLayout
 from ragkv.retriever.hashing import chunk_hash
@@ -31,43 +22,11 @@ from ragkv.store.disk_store import DiskStore
 from ragkv.store.record import ChunkKey
 from ragkv.workspace import Workspace
 
-logger = logging.getLogger(__name__)
-
 QUESTION = "Which statement is used to handle an exception, and what does its else clause do?"
 LENGTHS = (192, 512, 1280, 3072)  # of prompts, in tokens
 _BUDGETS = (0.05, 0.15)
 _ROUNDS = 4
 _LONG_S = 40.0  # after that no request is timed again
-
-
-class ProfileFile:
-    """The file with a home's profiles: one for each machine, model, policy and codec."""
-
-    def __init__(self, file: Path, fingerprint: str, codec: str, policy: Policy) -> None:
-        self._file = file
-        facts = (fingerprint, codec, policy.name, machine(), platform.machine(), version("torch"))
-        self._key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def load(self) -> Profile | None:
-        try:
-            return Profile.from_dict(self._profiles()[self._key])
-        except (KeyError, TypeError, ConfigError):  # not measured yet, or damaged
-            return None
-
-    def save(self, profile: Profile) -> None:
-        with filelock.FileLock(f"{self._file}.lock"), atomic_write(self._file) as file:
-            profiles = {**self._profiles(), self._key: profile.as_dict()}
-            file.write((json.dumps(profiles, indent=1) + "\n").encode())
-
-    def _profiles(self) -> dict[str, Any]:
-        try:
-            profiles = json.loads(self._file.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("%s can't be read (%s); it is made anew", self._file, error)
-            return {}
-        return profiles if isinstance(profiles, dict) else {}
 
 
 @dataclass(frozen=True)

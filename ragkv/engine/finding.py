@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from ragkv.controller.cost_model import Load, Profile, saves
 from ragkv.engine.task import FuseTask, Span, policy_from_params
 from ragkv.errors import ConfigError
 from ragkv.policies import Policy
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # The spans in a prompt, `[n]` token ids, of stored chunks that requests with this `cache_salt` may use, sorted.
 Find = Callable[[Sequence[int], str | None], tuple[Span, ...]]
+# How many of the blocks with these names, from the first on, vLLM's prefix cache has.
+Cached = Callable[["Sequence[BlockHash]"], int]
 
 _MIN_TOKENS = 128  # fewer are prefilled about as soon as they are fused
 _REMEMBERED, _ALIKE = 512, 8  # prompts that others may go on from; those of the same full blocks
@@ -43,11 +46,20 @@ class _Fused:
 class Finding:
     """The fused requests among those that vLLM has, and the tasks that fuse them.
 
-    policy: of requests that don't name one. block_size: tokens of a block that vLLM names.
+    policy: of requests that don't name one. block_size: tokens of a block that vLLM names. profile: by which a prompt
+    that vLLM prefills sooner is left to it; without one every prompt is fused of which more than half is found.
     """
 
-    def __init__(self, find: Find, policy: Policy, block_size: int) -> None:
+    def __init__(
+        self,
+        find: Find,
+        policy: Policy,
+        block_size: int,
+        profile: Profile | None = None,
+        cached: Cached = lambda names: 0,
+    ) -> None:
         self._find, self._policy, self._block_size = find, policy, block_size
+        self._profile, self._cached = profile, cached
         self._tasks: dict[str, FuseTask] = {}
         # by the policy and the exact name of the last full block
         self._continued: OrderedDict[tuple[str, bytes], list[_Fused]] = OrderedDict()
@@ -76,14 +88,18 @@ class Finding:
         if policy.is_full or not may_be_fused(request):
             return
         prompt, exact = request.prompt_token_ids or [], list(request.block_hashes)
-        before = self._earlier(policy, exact, prompt)
-        known = len(before) * self._block_size
         spans = _until(len(prompt) - 1, self._find(prompt, request.cache_salt))
+        if not spans:
+            return
+        before, num_exact = self._earlier(policy, exact, prompt), self._cached(exact)
+        if num_exact > len(before) and 2 * num_exact * self._block_size > len(prompt):
+            # vLLM has most of the prompt exactly: fusing that part would be slower, and no longer exact.
+            before, spans = (), [span for span in spans if span.start >= num_exact * self._block_size]
+        known = len(before) * self._block_size
         new = [span for span in spans if span.end > known]
         start = max(new[0].start, known) if new else len(prompt)
         num_found = sum(span.end - max(span.start, known) for span in new)
-        is_worth_it = num_found >= _MIN_TOKENS and 2 * num_found > len(prompt) - start
-        if not is_worth_it or start // self._block_size >= len(exact):
+        if not self._pays(policy, len(prompt), start, num_found) or start // self._block_size >= len(exact):
             new, spans = [], [span for span in spans if span.end <= known]
         if not spans:
             return
@@ -94,6 +110,17 @@ class Finding:
             _name_apart(request, start // self._block_size, own)
         self._tasks[request.request_id] = FuseTask(tuple(spans), policy)
         self._remember(policy, exact, prompt, list(request.block_hashes))
+
+    def _pays(self, policy: Policy, num_tokens: int, num_before: int, num_found: int) -> bool:
+        """Return whether to fuse the chunks found behind the first `num_before` tokens, which are computed anyway."""
+        if num_found < _MIN_TOKENS or 2 * num_found <= num_tokens - num_before:
+            return False
+        if self._profile is None or not policy.is_like(self._profile.policy):
+            return True
+        uncached = num_tokens - num_before - num_found
+        return saves(
+            self._profile, Load(num_tokens, num_found, 0, int(policy.budget * num_found), uncached), num_before
+        )
 
     def _earlier(self, policy: Policy, exact: "Sequence[BlockHash]", prompt: Sequence[int]) -> "Sequence[BlockHash]":
         """Return the names of the full blocks of the longest fused prompt that this one begins with, to its last token.

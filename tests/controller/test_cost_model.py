@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ragkv.controller.cost_model import GIVEN_SHARE, WAIT_SHARE, Chunk, Load, Profile, Sample, longest_wait_s, plan
-from ragkv.controller.profile import ProfileFile
+from ragkv.controller.profile_file import ProfileFile
 from ragkv.policies import Policy, Selection
 
 # Roughly two CPU cores and a small model: 1 s and 0.1 s for a thousand tokens, prefilled and fused.

@@ -121,10 +121,10 @@ def wait_for(url, process, log):
     raise TimeoutError(url)
 
 
-def prompt(*names, question=QUESTION):
+def prompt(*names, question=QUESTION, where="at a desk"):
     """As an application writes it."""
     passages = "\n\n".join(f"[{i}] {NOTES[name]}" for i, name in enumerate(names))
-    return f"You help at a desk.\n\nContext:\n\n{passages}\n\nAnswer by the context. Question: {question}"
+    return f"You help {where}.\n\nContext:\n\n{passages}\n\nAnswer by the context. Question: {question}"
 
 
 def chat(client, text, **options):
@@ -243,7 +243,7 @@ def said(answer):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_vllms_own_features_are_as_ever(servers, feature):
-    text, options = prompt("pots", "wax", "tea", question=f"What of {feature}?"), FEATURES[feature]
+    text, options = prompt("pots", "wax", "tea", where=f"with {feature}"), FEATURES[feature]
     before = metric(servers[True], "fused_requests")
     assert said(chat(servers[True], text, **options))
     assert metric(servers[True], "fused_requests") > before
@@ -282,6 +282,15 @@ def test_what_isnt_ragkvs_to_ask_is_refused_quietly(servers):
     for i, params in enumerate(asked):
         text = prompt("wax", "tea", question=f"What is {i}?")
         assert report(chat(servers[True], text, params=params))["problem"] is None
+
+
+def test_what_vllm_has_exactly_is_taken_from_it(servers):
+    before = prompt("wax", "pots", "tea", where="at a till", question="What is wax?")
+    assert report(chat(servers[True], before, params={"policy": "full"})) is None
+    after = prompt("wax", "pots", "tea", where="at a till", question="What is a kiln?")
+    assert report(chat(servers[True], after)) is None
+    on, off = (said(chat(client, after, logprobs=True)) for client in servers.values())
+    assert on == off
 
 
 def test_a_conversation_goes_on_over_what_was_fused(servers):
