@@ -59,6 +59,8 @@ async def run(config: Config, wanted: Batch, progress: Progress) -> AsyncIterato
         mixes = [*_synthetic(found, wanted), _tweets(found, wanted)]
         progress.update("precomputing the documents' chunks")
         mixes.append(await _documents(found, wanted, Policy.of(config.answer.policy, config.answer.budget)))
+        progress.update("warming up")
+        await _course(found.engine, mixes[0].arrival[:_GROUP], is_limited=False)
         for mix in mixes:
             yield await _compare(found.engine, mix, wanted.repeats, progress)
 

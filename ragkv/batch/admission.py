@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ragkv.batch.sharing import Item
 
+_QUEUED = 1 / 4  # of the memory: so much more than fits is in the engine
 _REMEMBERED = 64  # answers, of which the longest says how much memory the next one may need
 
 
@@ -22,6 +23,9 @@ class Request(Protocol):
 @dataclass
 class Admission:
     """Which requests are in the engine: as many as its memory for KV will probably hold, so that few are preempted.
+
+    A quarter more than fits is there too. It waits in vLLM's queue, so that when several requests end in one step,
+    the next one begins with as many.
 
     capacity: of that memory, in tokens. Blocks that running requests share count once. An answer counts with
     half of its limit, or once so many are known, with half of the longest of the last ones: running answers are at
@@ -41,8 +45,8 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request was counted in that doesn't fit."""
-        return self._num_tokens > self.capacity
+        """Whether as many were counted in as fit, and as are to wait in vLLM's queue."""
+        return self._num_tokens > (1 + _QUEUED) * self.capacity
 
     def _own(self, work: Request) -> int:
         """Return how many tokens the request shares with nobody."""

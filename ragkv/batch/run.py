@@ -81,7 +81,7 @@ async def answered(
 ) -> AsyncGenerator[tuple[Work, Outcome | RagKVError], None]:
     """Answer requests, begun in this order; yield each with its answer, or why it has none, as they come.
 
-    The engine has one request more than fits: it waits in vLLM's queue, and begins in the very step in which memory
+    The engine has a few requests more than fit: they wait in vLLM's queue, and begin in the very step in which memory
     becomes free. Raises EngineStoppedError for a request during which the engine ended again and again. Closing the
     generator aborts what runs.
     """

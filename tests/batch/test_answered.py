@@ -44,10 +44,10 @@ async def collected(works, capacity=10_000):
     return {work.custom_id: outcome async for work, outcome in answered(works, Admission(capacity))}
 
 
-def test_all_are_answered_in_order_and_one_more_than_fits_waits_in_the_engine():
+def test_all_are_answered_in_order_and_some_more_than_fit_wait_in_the_engine():
     engine = Engine()
     names = [str(number) for number in range(20)]
-    found = asyncio.run(collected([engine.work(name) for name in names], capacity=150))
+    found = asyncio.run(collected([engine.work(name) for name in names], capacity=120))
     assert found == dict.fromkeys(names, OUTCOME)
     assert (engine.begun, engine.most) == (names, 4)
 
@@ -85,7 +85,7 @@ def test_closing_aborts_what_runs():
     engine = Engine()
 
     async def first_only():
-        answers = answered([engine.work("a"), engine.work("b"), engine.work("c")], Admission(80))
+        answers = answered([engine.work("a"), engine.work("b"), engine.work("c")], Admission(64))
         await anext(answers)
         await answers.aclose()
 
