@@ -61,7 +61,7 @@ class ExactKV:
         try:
             for span in job.stored:
                 self._load(span, job.num_prefix, slots)
-                if not budget.alone:
+                if not budget.alone and span is not job.stored[-1]:
                     yield
         except BadSpanError as error:
             logger.warning("%s; the prefix is computed anew", error)

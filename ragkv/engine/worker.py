@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIN_SLICE, _MAX_SLICE = 64, 512  # tokens, while other requests are computed
+_LOADS_S = 0.02  # of a step: so long the requests in it wait for loads of others' exact KV
 _TIDY_INTERVAL_S = 600.0  # what is given back is soon wanted again, and then costs time
 _T = TypeVar("_T")
 
@@ -45,7 +46,8 @@ class WorkerSide:
     """The jobs of a worker, and what became of those that have ended since vLLM last asked.
 
     Jobs of each kind wait in the order in which they came. In an engine step one kind advances by about as many tokens
-    as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long.
+    as the step's budget allows, so that the requests that vLLM decodes meanwhile don't wait long. Exact KV is loaded
+    for as many requests as a step has time for, so that vLLM computes the rest of their prompts together.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class WorkerSide:
                 del waiting[request_id]
                 self._finished.add(request_id)
         if self._fusions:
-            self._advance_fusion()
+            self._advance_fusions()
         elif not self._precomputes and not self._means:
             self._tidy()
         else:
@@ -156,8 +158,19 @@ class WorkerSide:
         del self._saves[request_id]
         self._saved.add(request_id)
 
-    def _advance_fusion(self) -> None:
-        """Go on with the oldest fusion or scoring."""
+    def _advance_fusions(self) -> None:
+        """Go on with the oldest fusion or scoring, or with the oldest loads of exact KV while the step has time."""
+        until = time.perf_counter() + _LOADS_S
+        self._advance_oldest()
+        while self._is_load_next and time.perf_counter() < until:
+            self._advance_oldest()
+
+    @property
+    def _is_load_next(self) -> bool:
+        job, _ = next(iter(self._fusions.values()), (None, None))
+        return job is not None and job.task is None
+
+    def _advance_oldest(self) -> None:
         job, slices = next(iter(self._fusions.values()))
         try:
             next(slices)

@@ -11,9 +11,11 @@ from ragkv.engine import fusion
 from ragkv.engine.device_copy import PARTS, CopiedParts, StagedEntry
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
+from ragkv.engine.held import HeldKV
 from ragkv.engine.loader import BadSpanError, KVLoader
 from ragkv.engine.positions import covered, end_of_slice, exact_until, runs_of
 from ragkv.engine.precompute import Precompute
+from ragkv.engine.preemption import Hold
 from ragkv.engine.shift import MeanShift, Recomputed, averaging, mean_shifts, shift_weights
 from ragkv.engine.task import ROOT_HASH, FuseTask, Job, MeanTask, PrecomputeTask, Report, ScoreTask, Span
 from ragkv.engine.worker import WorkerSide
@@ -401,6 +403,31 @@ def test_beside_requests_that_decode_chunks_are_precomputed_by_slices(loader):
         ended.append(worker.take_finished()[1])
         worker.step(Step(num_others=3, num_scheduled=40))
     assert ended == [{"0", "1"}, {"2", "3"}, {"4"}]
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(60.0, [{"0", "1", "2"}]), (0.0, [{"0"}, {"1"}, {"2"}])])
+def test_exact_kv_of_as_many_requests_is_loaded_in_a_step_as_it_has_time_for(loader, monkeypatch, seconds, ended):
+    monkeypatch.setattr("ragkv.engine.worker._LOADS_S", seconds)
+    caches = [layer.kv_cache for layer in loader.forward.layers]
+    for cache in caches:
+        cache.normal_()
+    before, held = [cache.clone() for cache in caches], HeldKV(loader.forward, num_blocks=40)
+    for number in range(3):
+        held.hold(Hold(str(number), BLOCKS[2 * number :][:2], 8))
+    for cache in caches:
+        cache.zero_()
+    worker = WorkerSide(loader, 64, held=held)
+    loads = [Job(str(number), None, [1] * 8, BLOCKS[2 * number :][:2], 0, held=8) for number in range(3)]
+    found, jobs = [], [*loads, job("none")]
+    while len(found) < len(ended):
+        worker.step(Step(jobs, num_others=3, num_scheduled=40))
+        found.append(worker.take_finished()[1])
+        jobs = []
+    assert found == ended
+    for cache, expected in zip(caches, before, strict=True):
+        assert torch.equal(cache[:, BLOCKS[:6]], expected[:, BLOCKS[:6]])
+    worker.step(Step())
+    assert worker.take_finished()[1] == {"r"}
 
 
 def test_a_fault_of_ours_leaves_the_request_to_vllm(loader, caplog):
