@@ -6,6 +6,7 @@ costs time only.
 
 import logging
 import threading
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -50,24 +51,28 @@ class ExactKV:
         """Whether the layout of vLLM's blocks is known."""
         return self._views is not None
 
-    def load(self, job: Job, budget: StepBudget) -> Generator[None, None, bool]:
+    def load(self, job: Job, budget: StepBudget) -> Generator[None, None, float | None]:
         """Write the job's stored segments into its blocks, from `num_prefix` on; yields where a step may end.
 
-        Returns False if a segment turned out to be missing or damaged: the blocks are as good as empty then.
+        Returns how many milliseconds that took, without what others did between the steps. None if a segment turned out
+        to be missing or damaged: the blocks are as good as empty then.
         """
         slots = self._forward.slots(torch.arange(job.stored[-1].end), torch.tensor(job.block_ids))
         slots = slots.to(self._forward.device)
         self._store.touch(map(self._loader.key, job.stored))
+        seconds = 0.0
         try:
             for span in job.stored:
+                begin = time.perf_counter()
                 self._load(span, job.num_prefix, slots)
+                seconds += time.perf_counter() - begin
                 if not budget.alone and span is not job.stored[-1]:
                     yield
         except BadSpanError as error:
             logger.warning("%s; the prefix is computed anew", error)
             self._loader.discard_if_corrupt(error)
-            return False
-        return True
+            return None
+        return 1e3 * seconds
 
     def _load(self, span: Span, num_prefix: int, slots: torch.Tensor) -> None:
         first, num_layers = max(span.start, num_prefix), len(self._forward.layers)

@@ -32,7 +32,8 @@ class Beginnings:
     """The names of what a request begins with, for every number of tokens at which something stored may end.
 
     hashes: vLLM's, of full blocks. token_ids: of the request; without them, as for one with images, it has no tails.
-    extra_keys: what vLLM hashes with the first block besides its tokens, such as the request's salt.
+    extra_keys: what vLLM hashes with the first block besides its tokens, such as the request's salt. min_tokens: those
+    of the shortest prefix that is worth storing; min_loaded: those behind what vLLM has that are worth loading.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Beginnings:
         self.has_tails = bool(token_ids) and block_size > _TAIL_TOKENS and block_size % _TAIL_TOKENS == 0
         self._step = _TAIL_TOKENS if self.has_tails else block_size
         self.min_tokens = _MIN_WITH_TAILS if self.has_tails else _MIN_TOKENS
+        self.min_loaded = _TAIL_TOKENS if self.has_tails else _MIN_TOKENS
 
     def full_blocks(self, num_tokens: int) -> int:
         """Return how many blocks are full with so many of the request's first tokens."""
@@ -137,12 +139,11 @@ class Prefixes:
             start += self._step
             if segment.end < start * self.block_size:
                 break
-        if found or not num_known:
-            in_blocks = found[-1].end if found else 0
-            tail = self._first_stored(beginnings, in_blocks, beginnings.tails(in_blocks, num_tokens))
-            found += [] if tail is None else [tail]
-        is_longer = bool(found) and found[-1].end - num_known >= beginnings.min_tokens
-        return tuple(found) if is_longer else ()
+        in_blocks = found[-1].end if found else start * self.block_size
+        tail = self._first_stored(beginnings, in_blocks, beginnings.tails(in_blocks, num_tokens))
+        found += [] if tail is None else [tail]
+        is_longer = bool(found) and found[-1].end - num_known >= beginnings.min_loaded
+        return tuple(each for each in found if each.end > num_known) if is_longer else ()
 
     def missing(self, beginnings: Beginnings, num_tokens: int) -> tuple[Span, ...]:
         """Return the segments of so many first tokens that aren't stored; none of a prefix that is too short.

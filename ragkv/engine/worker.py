@@ -116,21 +116,19 @@ class WorkerSide:
         """Load the job's exact prefix, if one is stored, then do its task. Of a preempted request load what is held."""
         if job.held and self._held is not None:
             return (yield from self._held.load(job, self._budget))
-        num_loaded = 0
+        num_loaded, prefix_ms = 0, None
         if job.stored and self._exact is not None:
-            begin = time.perf_counter()
-            is_loaded = yield from self._exact.load(job, self._budget)
-            prefix_ms = 1e3 * (time.perf_counter() - begin)
-            if not is_loaded and job.task is None:
+            prefix_ms = yield from self._exact.load(job, self._budget)
+            if prefix_ms is None and job.task is None:
                 raise StoreError("a stored prefix couldn't be read")
-            if is_loaded:
+            if prefix_ms is not None:
                 num_loaded = job.stored[-1].end - job.num_prefix
                 job = replace(job, num_prefix=job.stored[-1].end)
         report = Report(tokens=TokenReport(prefix=job.num_prefix))
         if job.task is not None:
             run = self._fusion.score if isinstance(job.task, ScoreTask) else self._fusion.fuse
             report = yield from run(job, self._budget)
-        if num_loaded:
+        if prefix_ms is not None:
             report.tokens.prefix -= num_loaded
             report.tokens.exact = num_loaded
             report.stages.prefix_ms = prefix_ms

@@ -107,6 +107,19 @@ def test_an_instruction_shorter_than_a_block_comes_back(harness, text):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("num_tokens", [300, 430])  # vLLM has 256 or 384 of them: a whole segment, and a part of one
+def test_a_tail_is_loaded_behind_what_vllm_has(harness, text, num_tokens):
+    forget_all(harness)
+    instruction, salt = text[6000 : 6000 + num_tokens], f"behind {num_tokens}"
+    harness.ask_now([*instruction, *text[:40]], salt=salt, keep="once")
+    harness.ask_now([*instruction, *text[100:140]], salt=salt, keep=None)
+    wait_for_files(harness.prefixes, 2 if num_tokens == 300 else 3)
+    asked = [*instruction, *text[700:740]]
+    found = harness.ask_now(asked, salt=salt, keep="once")
+    assert (found.report.tokens.prefix, found.report.tokens.exact) == (num_tokens // 128 * 128, 32)
+    assert_same(found, harness.ask_now(asked, salt="alone again", keep="once"))
+
+
 def test_what_is_deleted_isnt_stored_by_requests_that_began_before(harness, text):
     forget_all(harness)
 
