@@ -61,12 +61,12 @@ def test_a_conversation_goes_on_from_the_disk(runner, config, corpus, policy):
         await other.ask(pipeline, QUESTIONS[1], keep="once")
         expected = Talk(policy)
         expected.turns = talk.turns
-        answer = await expected.ask(pipeline, QUESTIONS[3])  # from vLLM's own cache; it takes the thread
+        answer = await expected.ask(pipeline, QUESTIONS[3])  # from vLLM's own cache, and a tail; it takes the thread
         await pipeline.close()
         return talk, answer
 
     talk, expected = runner.run(until_the_third_turn())
-    assert expected.usage.prefix_tokens > 256 and expected.usage.stored_prefix_tokens == 0
+    assert expected.usage.prefix_tokens > 256 and expected.usage.stored_prefix_tokens < 128
     assert kept(config)
 
     async def after_a_restart():
