@@ -9,6 +9,7 @@ from tiny_forward import BLOCK_SIZE, NUM_LAYERS, TinyForward
 
 from ragkv.engine import fusion
 from ragkv.engine.device_copy import PARTS, CopiedParts, StagedEntry
+from ragkv.engine.exact import ExactKV
 from ragkv.engine.filler import BlockFiller, PassPlan
 from ragkv.engine.fusion import Fusion, StepBudget
 from ragkv.engine.held import HeldKV
@@ -428,6 +429,25 @@ def test_exact_kv_of_as_many_requests_is_loaded_in_a_step_as_it_has_time_for(loa
         assert torch.equal(cache[:, BLOCKS[:6]], expected[:, BLOCKS[:6]])
     worker.step(Step())
     assert worker.take_finished()[1] == {"r"}
+
+
+def test_what_others_compute_between_two_steps_isnt_time_of_a_load(loader, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("ragkv.engine.exact.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    exact = ExactKV(loader, loader.store, 0)
+    load_span = exact._load
+
+    def load(*args):
+        clock.now += 0.002
+        load_span(*args)
+
+    monkeypatch.setattr(exact, "_load", load)
+    loading = exact.load(Job("r", None, TOKENS, BLOCKS, 0, SPANS), StepBudget(64, alone=False))
+    for _ in SPANS[:-1]:
+        next(loading)
+        clock.now += 1.0
+    ms, _ = finish(loading)
+    assert ms == pytest.approx(2 * len(SPANS))
 
 
 def test_a_fault_of_ours_leaves_the_request_to_vllm(loader, caplog):
