@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 PARENT = """
-import os, sys
+import os, signal, sys
 from ragkv.evals.watched import watched
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and all that it starts
 with watched([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ)) as process:
     print(process.pid, flush=True)
     process.wait()
@@ -21,7 +22,10 @@ with watched([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.env
 def test_none_is_left(signal_) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
-        assert child.is_running()
-        os.kill(parent.pid, signal_)
-        assert parent.wait(30) != 0
+        try:
+            assert child.is_running()
+            os.kill(parent.pid, signal_)
+            assert parent.wait(30) != 0
+        finally:
+            parent.kill()
         assert child.wait(30) is None and not child.is_running()
