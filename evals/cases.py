@@ -44,7 +44,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--requests 60",
+        "--requests 30",
         "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
@@ -85,13 +85,13 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 20 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 30 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 20 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
@@ -111,7 +111,7 @@ CASES = (
     Case(
         "analytics",
         "Many short texts behind one instruction",
-        "--data {data} --tokens 500,2000 --requests 24 --repeats 3",
+        "--data {data} --tokens 500,2000 --requests 8 --repeats 3",
         "--data {data} --tokens 500 --requests 8 --repeats 1",
         asks_lmcache=True,
     ),
@@ -124,38 +124,45 @@ CASES = (
     Case(
         "pressure",
         "More requests than memory for KV",
-        "--requests 16 --tokens-in 256 --tokens-out 96 --shares 0.25 --out {out}/pressure.png",
+        "--requests 8 --tokens-in 256 --tokens-out 96 --shares 0.25 --out {out}/pressure.png",
         None,
     ),
     Case(
         "batch",
         "Batches: in ragkv's order and in order of arrival",
-        "--data {data} --requests 32 --repeats 3",
+        "--data {data} --requests 32 --tokens-in 400 --sharing 0,0.9 --ratios 10 --kv-tokens 4096 --repeats 3",
         "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1",
     ),
     Case(
         "broken-batch",
         "A batch that is killed again and again",
-        "--data {data} --requests 600 --kills 4",
+        "--data {data} --requests 300 --kills 3",
         None,
     ),
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --long 300",
+        "--data {data} --documents 24 --top-k 4 --questions 8 --long 100 --memory-gib 0.05 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
-    Case("load", "Two servers under the same arrivals", "--shares 0.5,0.9 --questions 8 --out {out}/load.png", None),
+    Case(
+        "rag@long",
+        "A thousand questions, one hundred after the other",
+        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 1000 "
+        "--memory-gib 0.02",
+        None,
+    ),
+    Case("load", "Two servers under the same arrivals", "--shares 0.5,0.9 --questions 6 --out {out}/load.png", None),
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
-        "--data {data} --conversations 20 --users 8 --turns 3 --tokens 8 --damages 5",
+        "--data {data} --conversations 10 --users 8 --turns 3 --tokens 8 --damages 3",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 100", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 50", None),
     Case("uploads", "While a large file is indexed", "--mib 2", None),
     Case("stalls", "While large requests come in", "", None),
-    Case("soak", "A server under mixed traffic", "--seconds 120", None),
+    Case("soak", "A server under mixed traffic", "--seconds 60", None),
     Case("churn", "Documents that change within small budgets", "--seconds 60", None),
 )
