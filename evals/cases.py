@@ -130,8 +130,10 @@ CASES = (
     Case(
         "batch",
         "Batches: in ragkv's order and in order of arrival",
-        "--data {data} --requests 32 --tokens-in 400 --sharing 0,0.9 --ratios 10 --kv-tokens 4096 --repeats 3",
-        "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1",
+        "--data {data} --requests 32 --tokens-in 400 --sharing 0,0.9 --ratios 10 --kv-tokens 4096 --repeats 3 "
+        "--out {out}/batch.png",
+        "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1 "
+        "--out {out}/batch.png",
     ),
     Case(
         "broken-batch",

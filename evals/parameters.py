@@ -319,6 +319,7 @@ class Batch:
     )
     kv_tokens: int = option("Memory for KV, in tokens.", 6144, least=2048)
     repeats: int = option("Times that each mix goes in each order, of which the median counts.", 3, least=1)
+    out: Path | None = option("A picture of the memory in use over time.", None)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ EXPERIMENTS = (
     Experiment("prompts", Prompts, f"{_ROBUSTNESS}.prompts", robustness.faults, VLLM, fails=lambda row: row["failed"]),
     Experiment("analytics", Analytics, f"{_WORKLOADS}.analytics", tables.analytics, VLLM),
     Experiment("preempted", Preempted, f"{_WORKLOADS}.preempted", tables.preempted, VLLM),
-    Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM),
+    Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM, draws=True),
     Experiment(
         *("broken-batch", BrokenBatch, f"{_ROBUSTNESS}.broken_batch", robustness.broken_batch, VLLM[:-1]),
         fails=lambda row: row["twice"] or row["missing"] or row["differing"],

@@ -13,8 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -40,6 +45,8 @@ _INSTRUCTIONS, _INSTRUCTION_TOKENS, _TWEET_TOKENS = 6, 480, 2
 _ARTICLES, _DOCUMENT_TOKENS = 6, 16
 _NUM_CONTEXTS = 2
 _SAMPLED_S = 0.2
+_POINTS = 120  # of a curve in a row
+_COLORS = {"ordered": "tab:blue", "arrival": "tab:gray"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ async def _compare(engine: Engine, mix: _Mix, repeats: int, progress: Progress) 
         **{f"{_short(name)}_kv_use": round(float(np.mean(seen[name].kv_use)), 3) for name in works},
         **{f"{_short(name)}_kv_peak": round(max(seen[name].kv_use), 3) for name in works},
         **{f"{_short(name)}_preemptions": seen[name].preemptions for name in works},
+        **{f"{_short(name)}_course": seen[name].curve() for name in works},
         "answers_that_differ": differing if mix.is_exact else None,
     }
 
@@ -100,20 +108,29 @@ def _short(name: str) -> str:
 
 @dataclass
 class _Course:
+    """One turn of a mix. sampled_s: when `kv_use` was seen, the share of vLLM's memory for KV that was in use."""
+
     seconds: float
     num_computed: int
+    sampled_s: list[float]
     kv_use: list[float]
     preemptions: int
     answers: dict[str, list[int]]
 
+    def curve(self) -> dict[str, list[float]]:
+        kept = np.unique(np.linspace(0, len(self.kv_use) - 1, _POINTS).astype(int))
+        curves = {"seconds": self.sampled_s, "kv_use": self.kv_use}
+        return {name: [round(values[i], 3) for i in kept] for name, values in curves.items()}
+
 
 async def _course(engine: Engine, works: Sequence[Work], *, is_limited: bool) -> _Course:
     """Answer all requests, and watch vLLM's memory for KV meanwhile. is_limited: as many at a time as fit into it."""
-    (_, before), begin, kv_use = kv_account(), time.perf_counter(), [0.0]
+    (_, before), begin, sampled_s, kv_use = kv_account(), time.perf_counter(), [0.0], [0.0]
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(_SAMPLED_S)
+            sampled_s.append(time.perf_counter() - begin)
             kv_use.append(kv_account()[0])
 
     watching = asyncio.create_task(watch())
@@ -130,7 +147,8 @@ async def _course(engine: Engine, works: Sequence[Work], *, is_limited: bool) ->
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-    return _Course(time.perf_counter() - begin, num_computed, kv_use, kv_account()[1] - before, answers)
+    seconds, preemptions = time.perf_counter() - begin, kv_account()[1] - before
+    return _Course(seconds, num_computed, sampled_s, kv_use, preemptions, answers)
 
 
 def _synthetic(found: Rig, wanted: Batch) -> list[_Mix]:
@@ -229,3 +247,28 @@ async def _documents(found: Rig, wanted: Batch, policy: Policy) -> _Mix:
     items = [Item(parts, w.item.num_tokens, w.item.max_tokens) for parts, w in zip(ranked, fused, strict=True)]
     name = f"questions about {_ARTICLES} articles, fused"
     return _Mix(name, [fused[number] for number in in_order(items)], exact, is_exact=False)
+
+
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Draw how much of vLLM's memory for KV is in use over time, of each mix: the last turn in each order."""
+    num_columns = min(3, len(rows))
+    num_lines = -(-len(rows) // num_columns)
+    size = (4.5 * num_columns, 3 * num_lines)
+    figure, axes = plt.subplots(num_lines, num_columns, figsize=size, squeeze=False, layout="constrained")
+    for ax, row in zip(axes.flat, rows, strict=False):
+        for arm, name in (("ordered", ORDERED), ("arrival", ARRIVAL)):
+            course, label = row[f"{arm}_course"], f"{name}, {row[f'{arm}_computed']:,} tokens computed"
+            ax.plot(course["seconds"], 100 * np.array(course["kv_use"]), color=_COLORS[arm], label=label)
+        ax.set_title(f"{row['mix']}: {row['ratio']:.2f}×", fontsize=10)
+        ax.set_ylim(0, 100)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    for ax in axes.flat[len(rows) :]:
+        ax.set_axis_off()
+    for ax in axes[:, 0]:
+        ax.set_ylabel("KV in use, %")
+    for ax in axes[-1]:
+        ax.set_xlabel("seconds")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
