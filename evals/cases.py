@@ -85,13 +85,13 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 20 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 15 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 20 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 15 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
@@ -111,7 +111,7 @@ CASES = (
     Case(
         "analytics",
         "Many short texts behind one instruction",
-        "--data {data} --tokens 500,2000 --requests 8 --repeats 3",
+        "--data {data} --tokens 500,2000 --requests 8 --repeats 2",
         "--data {data} --tokens 500 --requests 8 --repeats 1",
         asks_lmcache=True,
     ),
@@ -150,8 +150,8 @@ CASES = (
     ),
     Case(
         "rag@long",
-        "A thousand questions, one hundred after the other",
-        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 1000 "
+        "Questions in the hundreds, one hundred after the other",
+        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 300 "
         "--memory-gib 0.02",
         None,
     ),
@@ -159,7 +159,7 @@ CASES = (
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
-        "--data {data} --conversations 10 --users 8 --turns 3 --tokens 8 --damages 3",
+        "--data {data} --conversations 8 --users 8 --turns 3 --tokens 8 --damages 2",
         None,
     ),
     Case("prompts", "Random prompts of plain vLLM", "--requests 50", None),
