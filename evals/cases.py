@@ -44,7 +44,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--requests 30",
+        "--tokens 2400 --passages 12 --requests 16",
         "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
