@@ -10,8 +10,10 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,6 +26,7 @@ from ragkv.evals.cases import CASES, Case
 from ragkv.evals.experiment import Experiment, Row
 from ragkv.evals.registry import EXPERIMENTS
 from ragkv.machine import machine
+from ragkv.settings import load_config
 
 PAGE = "benchmarks.md"
 _WIDTH = 160  # of the page's tables
@@ -101,9 +104,9 @@ def _arguments(case: Case, data: Path, out: Path, *, is_quick: bool) -> tuple[li
 def _measure(case: Case, arguments: Sequence[str], out: Path, note: str) -> Result:
     begin, date = time.monotonic(), datetime.now(UTC)
     rows, log = out / f"{case.name}.jsonl", out / f"{case.name}.log"
-    with rows.open("w") as stdout, log.open("w") as stderr:
+    with _environment(case) as environment, rows.open("w") as stdout, log.open("w") as stderr:
         command = [sys.executable, "-m", "ragkv", *arguments, "--json"]
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ)
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
         try:
             status = process.wait()
         except BaseException:  # an interrupt: the child has it too, and ends its engine
@@ -122,6 +125,19 @@ def _measure(case: Case, arguments: Sequence[str], out: Path, note: str) -> Resu
     )
     (out / f"{case.name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
     return result
+
+
+@contextmanager
+def _environment(case: Case) -> Iterator[dict[str, str]]:
+    """Yield what a case runs with. A command of ragkv's own gets a new home that has the home's models, since the
+    documents of the home itself may have been indexed with another one, or in another dtype."""
+    if case.experiment in _BY_NAME:
+        yield dict(os.environ)
+        return
+    models = load_config(None).home / "models"
+    with tempfile.TemporaryDirectory(prefix="ragkv-all-") as home:
+        (Path(home) / "models").symlink_to(models.resolve())
+        yield {**os.environ, "RAGKV_HOME": home}
 
 
 def _read(out: Path, case: Case) -> Result | None:

@@ -86,3 +86,25 @@ def test_a_peer_that_is_missing_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(lmcache.importlib.util, "find_spec", lambda name: name)
     arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=True)
     assert arguments[-1] == "--lmcache" and not note
+
+
+def test_a_command_of_ragkvs_own_runs_in_a_new_home_with_the_same_models(tmp_path, monkeypatch):
+    seen = []
+
+    class Process:
+        def __init__(self, command, env, **streams):
+            home = Path(env["RAGKV_HOME"])
+            seen.append((command[3], home, (home / "models" / "a model").read_text()))
+
+        def wait(self):
+            return 0
+
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    (tmp_path / "home" / "models" / "a model").write_text("weights")
+    monkeypatch.setenv("RAGKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(everything.subprocess, "Popen", Process)
+    done = invoke("--data", tmp_path, "--out", tmp_path / "all", "--quick", "--only", "profile,cache")
+    assert done.exit_code == 0, done.output
+    (cache, home, _), (profile, new, weights) = seen
+    assert (cache, home) == ("eval", tmp_path / "home")
+    assert (profile, weights) == ("profile", "weights") and new != home and not new.exists()
