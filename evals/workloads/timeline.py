@@ -122,7 +122,7 @@ async def run(config: Config, wanted: Wanted, progress: Progress) -> AsyncIterat
         bench = on.bench(config.index.chunk_tokens)
         prompt, chunk_hashes = await bench.prepare(wanted.tokens)
         task = replace(on.kv.task(prompt, chunk_hashes, wanted.policy, on.store), trace=True)
-        keys = [on.kv.key(span) for span in task.spans]
+        keys = [key for span in task.spans if (key := on.kv.stored_key(span, on.store)) is not None]
         for _ in range(_WARM_UP):
             trace = (await bench.ask(prompt, task)).report.stages.trace or []
         num_layers = 1 + max(layer for _, layer, _, _ in trace)

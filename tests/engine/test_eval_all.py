@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_small_samples_of_a_real_engine_become_a_page(home, tmp_path):
-    command = [sys.executable, "-m", "ragkv", "eval", "all", "--quick", "--only", "ttft"]
+    command = [sys.executable, "-m", "ragkv", "eval", "all", "--quick", "--only", "ttft,timeline"]
     environment = {**os.environ, "RAGKV_HOME": str(home), "RAGKV_MODEL__DTYPE": "float32"}
     done = subprocess.run(
         [*command, "--data", str(tmp_path), "--out", str(tmp_path / "all")],
@@ -25,3 +25,6 @@ def test_small_samples_of_a_real_engine_become_a_page(home, tmp_path):
     assert "Time to first token by policy and length" in page and "guided:0.05" in page
     rows = [json.loads(line) for line in (tmp_path / "all" / "ttft.jsonl").read_text().splitlines()]
     assert {row["policy"] for row in rows} == {"guided", "none"}
+    timeline = [json.loads(line) for line in (tmp_path / "all" / "timeline.jsonl").read_text().splitlines()]
+    assert [row["kv"] for row in timeline] == ["memory", "disk"] and all(row["mib"] > 1 for row in timeline)
+    assert (tmp_path / "all" / "timeline.png").read_bytes().startswith(b"\x89PNG")
