@@ -25,6 +25,7 @@ from ragkv.evals import lmcache
 from ragkv.evals.cases import CASES, Case
 from ragkv.evals.experiment import Experiment, Row
 from ragkv.evals.registry import EXPERIMENTS
+from ragkv.evals.watched import with_models
 from ragkv.machine import machine
 from ragkv.settings import load_config
 
@@ -134,10 +135,8 @@ def _environment(case: Case) -> Iterator[dict[str, str]]:
     if case.experiment in _BY_NAME:
         yield dict(os.environ)
         return
-    models = load_config(None).home / "models"
     with tempfile.TemporaryDirectory(prefix="ragkv-all-") as home:
-        (Path(home) / "models").symlink_to(models.resolve())
-        yield {**os.environ, "RAGKV_HOME": home}
+        yield {**os.environ, "RAGKV_HOME": str(with_models(Path(home), load_config(None).home))}
 
 
 def _read(out: Path, case: Case) -> Result | None:

@@ -65,7 +65,7 @@ EXPERIMENTS = (
     Experiment("batch", Batch, f"{_WORKLOADS}.batch", tables.batch, VLLM, draws=True),
     Experiment(
         *("broken-batch", BrokenBatch, f"{_ROBUSTNESS}.broken_batch", robustness.broken_batch, VLLM[:-1]),
-        fails=lambda row: row["twice"] or row["missing"] or row["differing"],
+        fails=lambda row: row["twice"] or row["missing"] or row["differing"] or row["failed"],
     ),
     Experiment("rag", Rag, f"{_WORKLOADS}.rag", tables.rag, VLLM),
     Experiment("pressure", Pressure, f"{_WORKLOADS}.pressure", tables.pressure, VLLM, draws=True),

@@ -16,7 +16,7 @@ import httpx
 
 from ragkv.config import Config
 from ragkv.errors import RagKVError
-from ragkv.evals.watched import as_environment, watched
+from ragkv.evals.watched import as_environment, watched, with_models
 
 START_S, FINISH_S = 600, 600  # what the server may take to begin, and to index what was uploaded
 
@@ -36,8 +36,7 @@ class Served:
 def served(config: Config, module: str = "ragkv", **variables: str) -> Iterator[Served]:
     """Run `ragkv serve` in a new home, with `config`'s models. module: the one that is run as the command."""
     with tempfile.TemporaryDirectory(prefix="ragkv-serve-") as name, socket.create_server(("127.0.0.1", 0)) as free:
-        home, port = Path(name), free.getsockname()[1]
-        (home / "models").symlink_to((config.home / "models").resolve())
+        home, port = with_models(Path(name), config.home), free.getsockname()[1]
         free.close()
         command = [sys.executable, "-m", module, "serve", "--port", str(port)]
         environment = {**os.environ, **as_environment(config, home), **variables}

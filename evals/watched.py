@@ -22,6 +22,13 @@ def as_environment(config: Config, home: Path) -> dict[str, str]:
     return variables
 
 
+def with_models(home: Path, of: Path) -> Path:
+    """Make `home` a home that has the models of the home `of`, and no documents. Returns it."""
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "models").symlink_to((of / "models").resolve())
+    return home
+
+
 @contextmanager
 def watched(
     command: list[str], environment: dict[str, str], errors: int | IO[bytes] = subprocess.DEVNULL

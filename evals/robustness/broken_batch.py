@@ -20,7 +20,7 @@ from ragkv.config import Config
 from ragkv.errors import ConfigError, ModelError
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import BrokenBatch
-from ragkv.evals.watched import as_environment, watched
+from ragkv.evals.watched import as_environment, watched, with_models
 
 _KINDS = ("a question", "praise", "a complaint", "news", "a joke")
 _LOOKED_S = 0.05
@@ -29,17 +29,23 @@ _Answers = dict[str, tuple[int, str]]
 
 
 def run(config: Config, wanted: BrokenBatch, progress: Progress) -> Iterator[Row]:
-    """Yield one row. Raises ModelError if a batch doesn't end by itself, ConfigError without data."""
+    """Yield one row. Raises ModelError if a batch doesn't end by itself, or left alone answers only some requests,
+    ConfigError without data."""
     rng = random.Random(wanted.seed)
     with tempfile.TemporaryDirectory(prefix="ragkv-batch-") as name:
         folder = Path(name)
         requests, whole, broken = (folder / f"{file}.jsonl" for file in ("requests", "whole", "broken"))
         requests.write_text("".join(f"{json.dumps(each)}\n" for each in _requests(config, wanted)))
-        environment = {**os.environ, **as_environment(config, config.home)}
+        environment = {**os.environ, **as_environment(config, with_models(folder / "home", config.home))}
         begin = time.monotonic()
         with (folder / "log").open("wb") as log:
             progress.update("left alone")
             _attempt(requests, whole, environment, log, None, 0.0)
+            if (num_answers := _num_lines(whole)) != wanted.requests:
+                last = _last_line(folder / "log")
+                raise ModelError(
+                    f"the batch that was left alone has {num_answers} of {wanted.requests} answers: {last}"
+                )
             alone_s = time.monotonic() - begin
             kills = sorted(rng.sample(range(wanted.requests), wanted.kills))
             for i, number in enumerate([*kills, None]):
