@@ -91,13 +91,13 @@ CASES = (
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 15 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 8 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
         "swap",
         "Recompute or load",
-        "--tokens 128,512,2048 --bandwidths 0,100 --out {out}/swap.png",
+        "--tokens 512,2048 --shares 0.5,1 --bandwidths 0,100 --out {out}/swap.png",
         "--tokens 128,512 --shares 0.5,1 --bandwidths 0 --repeats 1 --out {out}/swap.png",
     ),
     Case(
@@ -144,7 +144,7 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 24 --top-k 4 --questions 8 --long 100 --memory-gib 0.05 --simulated",
+        "--data {data} --documents 32 --top-k 6 --questions 8 --long 100 --memory-gib 0.07 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
@@ -155,7 +155,7 @@ CASES = (
         "--memory-gib 0.02",
         None,
     ),
-    Case("load", "Two servers under the same arrivals", "--shares 0.5,0.9 --questions 6 --out {out}/load.png", None),
+    Case("load", "Two servers under the same arrivals", "--shares 0.7 --questions 6 --out {out}/load.png", None),
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
