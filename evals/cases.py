@@ -44,7 +44,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--tokens 2400 --passages 12 --requests 16",
+        "--tokens 2400 --passages 10 --requests 10",
         "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
@@ -85,7 +85,7 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 15 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 8 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
@@ -124,7 +124,7 @@ CASES = (
     Case(
         "pressure",
         "More requests than memory for KV",
-        "--requests 8 --tokens-in 256 --tokens-out 96 --shares 0.25 --out {out}/pressure.png",
+        "--requests 6 --tokens-in 256 --tokens-out 96 --shares 0.34 --out {out}/pressure.png",
         None,
     ),
     Case(
@@ -144,14 +144,14 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 32 --top-k 6 --questions 8 --long 100 --memory-gib 0.07 --simulated",
+        "--data {data} --documents 24 --top-k 4 --questions 8 --long 100 --memory-gib 0.05 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(
         "rag@long",
         "Questions in the hundreds, one hundred after the other",
-        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 300 "
+        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 200 "
         "--memory-gib 0.02",
         None,
     ),
