@@ -25,7 +25,7 @@ import psutil
 from ragkv.config import Config
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Churn
-from ragkv.evals.watched import as_environment, resources, watched
+from ragkv.evals.watched import as_environment, resources, watched, with_models
 from ragkv.home import Home
 
 _EVERY_S = 0.5
@@ -70,8 +70,7 @@ def run(config: Config, wanted: Churn, progress: Progress) -> Iterator[Row]:
     """Yield one row, of `seconds` of work after as many rounds that end in a kill; all in a temporary home."""
     rng, seen = random.Random(wanted.seed), Seen()
     with tempfile.TemporaryDirectory(prefix="ragkv-churn-") as name:
-        home = Path(name)
-        (home / "models").symlink_to((config.home / "models").resolve())
+        home = with_models(Path(name), config.home)
         (home / "documents").mkdir()
         begin = time.monotonic()
         for round_ in range(wanted.kills + 1):
@@ -113,7 +112,8 @@ def _round(
     command = [sys.executable, "-m", "ragkv.evals.robustness.churn_work"]
     command += [str(seconds or 3600), str(rng.getrandbits(32))]
     until: float | None = None
-    with watched(command, {**os.environ, **as_environment(config, home)}) as process:
+    environment = {**os.environ, **as_environment(config, home), "RAGKV_STORE__CODEC": "raw"}  # whose answers are exact
+    with watched(command, environment) as process:
         assert process.stdout is not None
         tree, looked_at, said = psutil.Process(process.pid), 0.0, b""
         is_over = is_done = False

@@ -2,7 +2,7 @@
 
 Clients ask, leave in the middle of an answer, upload, replace and delete documents, and send junk, over real sockets.
 Nothing may fail or be lost, memory, descriptors and threads may not grow, and answers from stored KV must be full
-prefill's where the two are the same: for one chunk directly after the anchor, in float32.
+prefill's where the two are the same: for one chunk directly after the anchor, in float32, stored as it is (`raw`).
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Soaked:
 def run(config: Config, wanted: Soak, progress: Progress) -> Iterator[Row]:
     """Yield one row."""
     seen = Soaked()
-    with served(config, RAGKV_SERVER__LOG="json") as server:
+    with served(config, RAGKV_SERVER__LOG="json", RAGKV_STORE__CODEC="raw") as server:
         traffic = _Traffic(server.url, seen, progress)
         try:
             asyncio.run(traffic.flow(psutil.Process(server.process.pid), wanted.seconds, wanted.clients, wanted.seed))

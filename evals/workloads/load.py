@@ -38,7 +38,7 @@ from ragkv.evals.arrivals import as_they_come, gaps
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
 from ragkv.evals.parameters import Load
-from ragkv.evals.watched import as_environment, watched
+from ragkv.evals.watched import as_environment, watched, with_models
 
 SYSTEMS = ("vllm", "ragkv")
 _START_S = 600  # what a server may take to begin, and to index
@@ -238,8 +238,7 @@ async def _servers(config: Config, progress: Progress) -> AsyncIterator[dict[str
     """Start both; give them warm and stopped, ragkv's with its documents."""
     folder = models.resolve(config.model.name, config.home)
     with tempfile.TemporaryDirectory(prefix="ragkv-load-") as name, ExitStack() as stack:
-        home = Path(name)
-        (home / "models").symlink_to((config.home / "models").resolve())
+        home = with_models(Path(name), config.home)
         ports = _free_ports(2)
         own = [sys.executable, "-m", "ragkv", "serve", "--port", str(ports[1])]
         alone = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]

@@ -4,14 +4,9 @@ A server of its own, over real sockets. One row; times are in seconds or, where 
 """
 
 import asyncio
-import os
 import signal
-import socket
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -23,33 +18,26 @@ from ragkv.errors import RagKVError
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
 from ragkv.evals.parameters import Uploads
-from ragkv.evals.watched import as_environment, watched
+from ragkv.evals.serving import FINISH_S, START_S, served
 
-_START_S, _FINISH_S = 600, 600  # what the server may take to begin, and to index a small upload
 _WARM_UP = 3  # documents that questions find
 _SMALL = 1500  # characters of a small upload: one chunk
 
 
 def run(config: Config, wanted: Uploads, progress: Progress) -> Iterator[Row]:
     """Yield one row."""
-    with tempfile.TemporaryDirectory(prefix="ragkv-uploads-") as name, socket.create_server(("127.0.0.1", 0)) as free:
-        home, port = Path(name), free.getsockname()[1]
-        (home / "models").symlink_to((config.home / "models").resolve())
-        free.close()
-        command = [sys.executable, "-m", "ragkv", "serve", "--port", str(port)]
-        environment = {**os.environ, **as_environment(config, home)}
-        with (home / "serve.log").open("wb") as log, watched(command, environment, log) as process:
-            row = asyncio.run(_measure(f"http://127.0.0.1:{port}", wanted, progress))
-            begin = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            process.wait(_FINISH_S)
-            yield {**row, "stop_s": round(time.monotonic() - begin, 1)}
+    with served(config) as server:
+        row = asyncio.run(_measure(server.url, wanted, progress))
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(FINISH_S)
+        yield {**row, "stop_s": round(time.monotonic() - begin, 1)}
 
 
 async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
-    async with httpx.AsyncClient(base_url=url, timeout=_FINISH_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=FINISH_S) as client:
         progress.update("the server starts")
-        await _until(lambda: _ready(client), _START_S)
+        await _until(lambda: _ready(client), START_S)
         alone = [await _upload(client, f"{title}.txt", topics[title][:_SMALL]) for title in TITLES[:_WARM_UP]]
         await _gaps_ms(client, wanted.tokens, 1)
         before_ms = await _gaps_ms(client, wanted.tokens, wanted.answers)
@@ -59,7 +47,7 @@ async def _measure(url: str, wanted: Uploads, progress: Progress) -> Row:
         begin = time.monotonic()
         large = await _post(client, "large.txt", (manual * (size // len(manual) + 1))[:size])
         accepted_s = time.monotonic() - begin
-        await _until(lambda: _has_begun(client, large), _FINISH_S)
+        await _until(lambda: _has_begun(client, large), FINISH_S)
         small = []
         for i in range(wanted.uploads):
             progress.update("small files are uploaded", i, wanted.uploads)
@@ -121,7 +109,7 @@ async def _upload(client: httpx.AsyncClient, name: str, text: str) -> float:
     """Return the seconds from the upload until it is indexed."""
     begin = time.monotonic()
     job = await _post(client, name, text)
-    await _until(lambda: _is_done(client, job), _FINISH_S)
+    await _until(lambda: _is_done(client, job), FINISH_S)
     return time.monotonic() - begin
 
 

