@@ -76,7 +76,7 @@ CASES = (
     Case(
         "ttft",
         "Time to first token by policy and length",
-        "--tokens 1024,2048,4096 --policies guided:0.05,query:0.05,none --repeats 3 --cold",
+        "--tokens 1024,4096 --policies guided:0.05,none --repeats 3 --cold",
         "--tokens 1024 --policies guided:0.05,none --repeats 2",
     ),
     Case(
@@ -85,13 +85,13 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 8 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 6 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 8 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 5 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
@@ -103,7 +103,7 @@ CASES = (
     Case(
         "chat",
         "Conversations that leave memory between turns",
-        "--data {data} --conversations 4 --users 4 --think-s 2 --shared 1 --least-tokens 2500 --turns 3 "
+        "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 2500 --turns 3 "
         "--kv-tokens 3072 --tokens 8",
         "--data {data} --conversations 2 --users 2 --turns 2 --kv-tokens 2048 --tokens 4",
         asks_lmcache=True,
@@ -111,7 +111,7 @@ CASES = (
     Case(
         "analytics",
         "Many short texts behind one instruction",
-        "--data {data} --tokens 500,2000 --requests 8 --repeats 2",
+        "--data {data} --tokens 500,2000 --requests 8 --repeats 1",
         "--data {data} --tokens 500 --requests 8 --repeats 1",
         asks_lmcache=True,
     ),
@@ -130,7 +130,7 @@ CASES = (
     Case(
         "batch",
         "Batches: in ragkv's order and in order of arrival",
-        "--data {data} --requests 32 --tokens-in 400 --sharing 0,0.9 --ratios 10 --kv-tokens 4096 --repeats 3 "
+        "--data {data} --requests 32 --tokens-in 400 --sharing 0.5 --ratios 10 --kv-tokens 4096 --repeats 2 "
         "--out {out}/batch.png",
         "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1 "
         "--out {out}/batch.png",
@@ -144,7 +144,7 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 24 --top-k 4 --questions 8 --long 100 --memory-gib 0.05 --simulated",
+        "--data {data} --documents 24 --top-k 4 --questions 5 --long 60 --memory-gib 0.05 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
@@ -155,15 +155,15 @@ CASES = (
         "--memory-gib 0.02",
         None,
     ),
-    Case("load", "Two servers under the same arrivals", "--shares 0.7 --questions 6 --out {out}/load.png", None),
+    Case("load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --out {out}/load.png", None),
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
-        "--data {data} --conversations 8 --users 8 --turns 3 --tokens 8 --damages 2",
+        "--data {data} --conversations 6 --users 6 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 50", None),
-    Case("uploads", "While a large file is indexed", "--mib 2", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 30", None),
+    Case("uploads", "While a large file is indexed", "--mib 1", None),
     Case("stalls", "While large requests come in", "", None),
     Case("soak", "A server under mixed traffic", "--seconds 60", None),
     Case("churn", "Documents that change within small budgets", "--seconds 60", None),
