@@ -85,19 +85,19 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 6 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 5 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 5 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 4 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
         "swap",
         "Recompute or load",
-        "--tokens 512,2048 --shares 0.5,1 --bandwidths 0,100 --out {out}/swap.png",
+        "--tokens 512,2048 --shares 1 --bandwidths 0,100 --out {out}/swap.png",
         "--tokens 128,512 --shares 0.5,1 --bandwidths 0 --repeats 1 --out {out}/swap.png",
     ),
     Case(
@@ -118,13 +118,13 @@ CASES = (
     Case(
         "preempted",
         "What it costs a preempted request to come back",
-        "",
+        "--block-tokens 128 --repeats 2",
         "--block-tokens 128 --tokens 512 --swapped 128,512 --repeats 1",
     ),
     Case(
         "pressure",
         "More requests than memory for KV",
-        "--requests 6 --tokens-in 256 --tokens-out 96 --shares 0.34 --out {out}/pressure.png",
+        "--requests 6 --tokens-in 256 --tokens-out 64 --shares 0.34 --out {out}/pressure.png",
         None,
     ),
     Case(
@@ -144,27 +144,29 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 24 --top-k 4 --questions 5 --long 60 --memory-gib 0.05 --simulated",
+        "--data {data} --documents 16 --top-k 4 --questions 4 --long 50 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(
         "rag@long",
         "Questions in the hundreds, one hundred after the other",
-        "--data {data} --documents 24 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 200 "
-        "--memory-gib 0.02",
+        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 200 "
+        "--memory-gib 0.015",
         None,
     ),
-    Case("load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --out {out}/load.png", None),
+    Case(
+        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 5 --top-k 4 --out {out}/load.png", None
+    ),
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
-        "--data {data} --conversations 6 --users 6 --turns 3 --tokens 8 --damages 1",
+        "--data {data} --conversations 4 --users 4 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 30", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 25", None),
     Case("uploads", "While a large file is indexed", "--mib 1", None),
-    Case("stalls", "While large requests come in", "", None),
+    Case("stalls", "While large requests come in", "--mib 2", None),
     Case("soak", "A server under mixed traffic", "--seconds 60", None),
     Case("churn", "Documents that change within small budgets", "--seconds 60", None),
 )
