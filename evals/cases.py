@@ -111,7 +111,7 @@ CASES = (
     Case(
         "analytics",
         "Many short texts behind one instruction",
-        "--data {data} --tokens 500,2000 --requests 8 --repeats 1",
+        "--data {data} --tokens 500 --requests 8 --repeats 2",
         "--data {data} --tokens 500 --requests 8 --repeats 1",
         asks_lmcache=True,
     ),
@@ -151,7 +151,7 @@ CASES = (
     Case(
         "rag@long",
         "Questions in the hundreds, one hundred after the other",
-        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 200 "
+        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 120 "
         "--memory-gib 0.015",
         None,
     ),
@@ -164,8 +164,8 @@ CASES = (
         "--data {data} --conversations 4 --users 4 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 25", None),
-    Case("uploads", "While a large file is indexed", "--mib 1", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 15", None),
+    Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 2", None),
     Case("soak", "A server under mixed traffic", "--seconds 60", None),
     Case("churn", "Documents that change within small budgets", "--seconds 60", None),
