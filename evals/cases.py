@@ -138,25 +138,25 @@ CASES = (
     Case(
         "broken-batch",
         "A batch that is killed again and again",
-        "--data {data} --requests 300 --kills 3",
+        "--data {data} --requests 200 --kills 2",
         None,
     ),
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --questions 4 --long 50 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --questions 4 --long 40 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(
         "rag@long",
         "Questions in the hundreds, one hundred after the other",
-        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 120 "
+        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 100 "
         "--memory-gib 0.015",
         None,
     ),
     Case(
-        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 5 --top-k 4 --out {out}/load.png", None
+        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 4 --out {out}/load.png", None
     ),
     Case(
         "survival",
@@ -167,6 +167,6 @@ CASES = (
     Case("prompts", "Random prompts of plain vLLM", "--requests 15", None),
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 2", None),
-    Case("soak", "A server under mixed traffic", "--seconds 60", None),
-    Case("churn", "Documents that change within small budgets", "--seconds 60", None),
+    Case("soak", "A server under mixed traffic", "--seconds 40", None),
+    Case("churn", "Documents that change within small budgets", "--seconds 40", None),
 )
