@@ -44,7 +44,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--tokens 2400 --passages 10 --requests 10",
+        "--tokens 1800 --passages 8 --requests 8",
         "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
@@ -164,7 +164,7 @@ CASES = (
         "--data {data} --conversations 4 --users 4 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 15", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 10", None),
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 2", None),
     Case("soak", "A server under mixed traffic", "--seconds 40", None),
