@@ -2,16 +2,19 @@
 
 Requests have passages of English text (the Python manual), drawn by a Zipf law, in any order, each between the same
 words of the application's and before another question. The same request goes to vLLM with the connector, which learns,
-and to vLLM alone. Between two requests is a pause, in which the former may learn.
+and to vLLM alone. Between two requests is a pause, in which the former may learn. It would learn on while the latter
+answers, on the same cores, so it is stopped then.
 """
 
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
+import psutil
 from transformers import AutoTokenizer
 
 from ragkv import models
@@ -22,6 +25,7 @@ from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES, excerpt
 from ragkv.evals.parameters import Learn
 from ragkv.evals.plain_vllm import connector, num_learnt
+from ragkv.evals.watched import at_rest
 from ragkv.home import Home
 
 _PASSAGE_TOKENS, _TOKENS_OUT = 512, 4
@@ -40,7 +44,9 @@ async def run(config: Config, wanted: Learn, progress: Progress) -> AsyncIterato
     with folder() as temporary:
         home = Home(Path(temporary) / "home")
         plain = connector(config, home)
+        before = set(psutil.Process().children(recursive=True))
         learning = await start(config, Path(temporary), kv_tokens, alone=True, kv_transfer_config=plain)
+        of_learning = set(psutil.Process().children(recursive=True)) - before
         alone = await start(config, Path(temporary), kv_tokens, alone=True)
         engines = {RAGKV: learning, VLLM: alone}
         try:
@@ -54,8 +60,9 @@ async def run(config: Config, wanted: Learn, progress: Progress) -> AsyncIterato
                     progress.update(f"request {i + 1} of {wanted.requests}")
                     prompt = application.prompt()
                     for name in in_turn(engines, i):
-                        await asyncio.sleep(_QUIET_S)
-                        answers[name].append(await ask(engines[name], prompt, _TOKENS_OUT))
+                        with at_rest(of_learning) if name == VLLM else nullcontext():
+                            await asyncio.sleep(_QUIET_S)
+                            answers[name].append(await ask(engines[name], prompt, _TOKENS_OUT))
                     await asyncio.sleep(wanted.pause_s)
                 yield _row(group, answers) | {"learnt": num_learnt(home), "passages": wanted.passages}
         finally:

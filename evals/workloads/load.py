@@ -38,7 +38,7 @@ from ragkv.evals.arrivals import as_they_come, gaps
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
 from ragkv.evals.parameters import Load
-from ragkv.evals.watched import as_environment, watched, with_models
+from ragkv.evals.watched import as_environment, resume, suspend, watched, with_models
 
 SYSTEMS = ("vllm", "ragkv")
 _START_S = 600  # what a server may take to begin, and to index
@@ -72,16 +72,14 @@ class Server:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        self._each("resume")
+        resume(self._processes())
         try:
             yield
         finally:
-            self._each("suspend")
+            suspend(self._processes())
 
-    def _each(self, what: str) -> None:
-        for process in (self._tree, *self._tree.children(recursive=True)):
-            with suppress(psutil.Error):
-                getattr(process, what)()
+    def _processes(self) -> list[psutil.Process]:
+        return [self._tree, *self._tree.children(recursive=True)]
 
     async def ready(self) -> None:
         """Wait until it answers. Raises ModelError if it doesn't."""

@@ -37,7 +37,7 @@ class Slow(ScriptedPipeline):
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Runs a measurement against a server that plays a script."""
-    monkeypatch.setattr(Server, "_each", lambda *_: None)  # it is this process
+    monkeypatch.setattr(Server, "_processes", lambda self: [])  # it is this process
 
     def run(script, measurement):
         pipeline = Slow(tmp_path, script)

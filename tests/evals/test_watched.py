@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
+
+from ragkv.evals.watched import at_rest
 
 PARENT = """
 import os, signal, sys
@@ -29,3 +32,22 @@ def test_none_is_left(signal_) -> None:
         finally:
             parent.kill()
         assert child.wait(30) is None and not child.is_running()
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_process_takes_no_time_while_at_rest() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child, subprocess.Popen(["true"]) as ended:
+        process, gone = psutil.Process(child.pid), psutil.Process(ended.pid)
+        ended.wait()
+        try:
+            with at_rest([process, gone]):
+                wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+            wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+        finally:
+            child.kill()
