@@ -91,7 +91,7 @@ CASES = (
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 4 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES}",
         None,
     ),
     Case(
@@ -103,7 +103,7 @@ CASES = (
     Case(
         "chat",
         "Conversations that leave memory between turns",
-        "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 2500 --turns 3 "
+        "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 2500 --turns 2 "
         "--kv-tokens 3072 --tokens 8",
         "--data {data} --conversations 2 --users 2 --turns 2 --kv-tokens 2048 --tokens 4",
         asks_lmcache=True,
@@ -130,7 +130,7 @@ CASES = (
     Case(
         "batch",
         "Batches: in ragkv's order and in order of arrival",
-        "--data {data} --requests 32 --tokens-in 400 --sharing 0.5 --ratios 10 --kv-tokens 4096 --repeats 2 "
+        "--data {data} --requests 24 --tokens-in 400 --sharing 0.5 --ratios 10 --kv-tokens 4096 --repeats 2 "
         "--out {out}/batch.png",
         "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1 "
         "--out {out}/batch.png",
@@ -144,14 +144,14 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --questions 4 --long 40 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 4 --long 40 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(
         "rag@long",
         "Questions in the hundreds, one hundred after the other",
-        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 100 "
+        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 60 "
         "--memory-gib 0.015",
         None,
     ),
