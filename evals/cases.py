@@ -150,7 +150,7 @@ CASES = (
     ),
     Case(
         "rag@long",
-        "Questions in the hundreds, one hundred after the other",
+        "Many questions, one long run",
         "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 60 "
         "--memory-gib 0.015",
         None,
