@@ -44,7 +44,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--tokens 1800 --passages 8 --requests 8",
+        "--tokens 1800 --passages 8 --requests 8 --pause-s 10",
         "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
