@@ -16,7 +16,7 @@ PAGES = sorted(
     ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).splitlines()
 )
 MADE_BY_USERS = ("deploy/.env", "deploy/ragkv.env")
-FILE_ENDINGS = (".db", ".faiss", ".json", ".lock", ".py")
+FILE_ENDINGS = (".db", ".faiss", ".json", ".jsonl", ".lock", ".py")
 HISTORY = ("CHANGELOG.md", "docs/log/")  # what they name was there when they were written
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
