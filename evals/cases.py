@@ -138,7 +138,7 @@ CASES = (
     Case(
         "broken-batch",
         "A batch that is killed again and again",
-        "--data {data} --requests 200 --kills 2",
+        "--data {data} --requests 100 --kills 1",
         None,
     ),
     Case(
