@@ -51,7 +51,7 @@ CASES = (
     Case(
         "simulate",
         "Simulated: many engines, questions about documents",
-        "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 500",
+        "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 300",
         "--profile {out}/profile.jsonl --engines 1,4 --chunks 1000,100000 --requests 200",
     ),
     Case(
@@ -64,7 +64,7 @@ CASES = (
     Case(
         "faults",
         "The store after kills and damages",
-        "--kills 60 --flips 300 --table 20",
+        "--kills 40 --flips 200 --table 20",
         "--kills 5 --flips 60 --table 1",
     ),
     Case(
@@ -130,7 +130,7 @@ CASES = (
     Case(
         "batch",
         "Batches: in ragkv's order and in order of arrival",
-        "--data {data} --requests 24 --tokens-in 400 --sharing 0.5 --ratios 10 --kv-tokens 4096 --repeats 2 "
+        "--data {data} --requests 16 --tokens-in 400 --sharing 0.5 --ratios 10 --kv-tokens 4096 --repeats 2 "
         "--out {out}/batch.png",
         "--data {data} --requests 8 --tokens-in 400 --sharing 0.9 --ratios 10 --kv-tokens 3072 --repeats 1 "
         "--out {out}/batch.png",
@@ -144,14 +144,14 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 4 --long 40 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 4 --long 30 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(
         "rag@long",
         "Many questions, one long run",
-        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 60 "
+        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 40 "
         "--memory-gib 0.015",
         None,
     ),

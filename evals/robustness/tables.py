@@ -28,7 +28,8 @@ def soak(rows: Sequence[Row]) -> None:
     if "memory_mib" in row:
         memory, handles = row["memory_mib"], row["handles"]
         table = Table("", "warm", "end", "allowed", box=None, padding=(0, 1))
-        table.add_row("memory", *(f"{memory[name]:,} MiB" for name in ("warm", "end", "allowed")))
+        sizes = (memory[name] for name in ("warm", "end", "allowed"))
+        table.add_row("memory", *("any" if size is None else f"{size:,} MiB" for size in sizes))
         table.add_row("descriptors and threads", f"{handles['warm']:.0f}", f"{handles['end']:.0f}", "")
         out.print(table)
     out.print(f"{row['compared']} answers compared with full prefill's, {row['refused']} told to wait, {row['steps']}")

@@ -18,6 +18,7 @@ from ragkv.evals.robustness.soak import Soaked
 def quick(monkeypatch):
     monkeypatch.setattr(soak, "_EVERY_S", 0.05)
     monkeypatch.setattr(soak, "_NUM_SIZES", 4)
+    monkeypatch.setattr(soak, "_LONG_S", 4.0)
 
 
 def flow(pipeline, tmp_path, seconds=2.0):
@@ -33,7 +34,7 @@ def test_a_server_without_faults_has_none(tmp_path):
     assert seen.problems == []
     assert seen.steps.keys() == soak._STEPS.keys() and seen.compared > 3 and len(seen.samples) > 10
     assert len([text for text in seen.texts.values() if text]) > 4
-    row = soak._row(seen)
+    row = soak._row(seen, is_long=True)
     assert row["problems"] == [] and row["steps"]["ask"] == seen.steps["ask"]
 
 
@@ -74,8 +75,8 @@ def test_an_answer_that_fails_is_a_problem(tmp_path, monkeypatch, failure):
     assert problems and all(": 500 " in each for each in problems)
 
 
-def row_of(samples):
-    return soak._row(Soaked(samples=samples))
+def row_of(samples, *, is_long=True):
+    return soak._row(Soaked(samples=samples), is_long=is_long)
 
 
 def test_what_grows_is_a_problem():
@@ -84,6 +85,7 @@ def test_what_grows_is_a_problem():
     assert row_of(flat)["problems"] == []
     memory = [(i, gib + i * gib // 900, 100) for i in range(100)]
     assert "of memory at the end where" in row_of(memory)["problems"][0]
+    assert row_of(memory, is_long=False)["problems"] == []
     handles = [(i, gib, 100 + 3 * i) for i in range(100)]
     assert "descriptors and threads at the end" in row_of(handles)["problems"][0]
     assert "memory_mib" not in row_of(flat[:3])
