@@ -85,7 +85,7 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 5 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES}",
         f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
     ),
     Case(
@@ -147,13 +147,6 @@ CASES = (
         "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 4 --long 30 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
-    ),
-    Case(
-        "rag@long",
-        "Many questions, one long run",
-        "--data {data} --documents 16 --top-k 2 --chunk-tokens 256 --questions 2 --shares 0.9 --tokens 4 --long 40 "
-        "--memory-gib 0.015",
-        None,
     ),
     Case(
         "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 4 --out {out}/load.png", None
