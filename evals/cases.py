@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Case:
     """One experiment. full: its arguments; quick: those for a minute or two on two cores, None leaves it out.
 
-    name: of its files; before an @ that of the experiment. asks_lmcache: whether LMCache is asked too, if installed.
+    name: of its files; before an @ that of the experiment. asks_lmcache: whether LMCache is asked too in full, if it is
+    installed.
     """
 
     name: str
@@ -45,7 +46,7 @@ CASES = (
         "learn",
         "Plain vLLM that learns passages from prompts",
         "--tokens 1800 --passages 8 --requests 8 --pause-s 10",
-        "--tokens 1200 --passages 6 --requests 12 --pause-s 3",
+        None,
     ),
     Case("profile", "What requests take on this machine, for the controller", "", ""),
     Case(
@@ -98,28 +99,28 @@ CASES = (
         "swap",
         "Recompute or load",
         "--tokens 512,2048 --shares 1 --bandwidths 0,100 --out {out}/swap.png",
-        "--tokens 128,512 --shares 0.5,1 --bandwidths 0 --repeats 1 --out {out}/swap.png",
+        None,
     ),
     Case(
         "chat",
         "Conversations that leave memory between turns",
         "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 2500 --turns 2 "
         "--kv-tokens 3072 --tokens 8",
-        "--data {data} --conversations 2 --users 2 --turns 2 --kv-tokens 2048 --tokens 4",
+        None,
         asks_lmcache=True,
     ),
     Case(
         "analytics",
         "Many short texts behind one instruction",
         "--data {data} --tokens 500 --requests 8 --repeats 2",
-        "--data {data} --tokens 500 --requests 8 --repeats 1",
+        None,
         asks_lmcache=True,
     ),
     Case(
         "preempted",
         "What it costs a preempted request to come back",
         "--block-tokens 128 --repeats 2",
-        "--block-tokens 128 --tokens 512 --swapped 128,512 --repeats 1",
+        None,
     ),
     Case(
         "pressure",

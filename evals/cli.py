@@ -160,7 +160,7 @@ def report(
 def everything(
     data: Annotated[Path, typer.Option(help="Folder that holds the datasets.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for rows, pictures and the page.")] = Path("all"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small samples: about 15 minutes on two cores.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Some of them, small: about 15 minutes on two cores.")] = False,
     only: Annotated[str, typer.Option(help="Names of cases, with commas between. Default: all.")] = "",
 ) -> None:
     """Run every experiment, one after the other, and write a page with all tables and pictures.

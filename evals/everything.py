@@ -93,7 +93,7 @@ def _arguments(case: Case, data: Path, out: Path, *, is_quick: bool) -> tuple[li
     text = (case.quick or "") if is_quick else case.full
     given = [part.format(data=data.resolve(), out=out.resolve()) for part in text.split()]
     arguments, note = [*(["eval"] if case.experiment in _BY_NAME else []), case.experiment, *given], ""
-    if case.asks_lmcache:
+    if case.asks_lmcache and not is_quick:
         try:
             lmcache.require()
             arguments.append("--lmcache")

@@ -81,11 +81,14 @@ def test_names_that_no_case_has(tmp_path):
 def test_a_peer_that_is_missing_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(lmcache.importlib.util, "find_spec", lambda name: None)
     case = next(case for case in CASES if case.name == "chat")
-    arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=True)
+    arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=False)
     assert "--lmcache" not in arguments and "LMCache isn't installed" in note
     monkeypatch.setattr(lmcache.importlib.util, "find_spec", lambda name: name)
-    arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=True)
+    arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=False)
     assert arguments[-1] == "--lmcache" and not note
+    case = next(case for case in CASES if case.name == "rag")
+    arguments, note = everything._arguments(case, tmp_path, tmp_path, is_quick=True)
+    assert "--lmcache" not in arguments and not note
 
 
 def test_a_command_of_ragkvs_own_runs_in_a_new_home_with_the_same_models(tmp_path, monkeypatch):
