@@ -86,13 +86,16 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES}",
-        f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset xquad --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES} "
+        "--out {out}/xquad-examples.jsonl",
+        f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES} "
+        "--out {out}/xquad-examples.jsonl",
     ),
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES}",
+        f"--dataset musique_short --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES} "
+        "--out {out}/musique_short-examples.jsonl",
         None,
     ),
     Case(
