@@ -58,14 +58,14 @@ CASES = (
     Case(
         "simulate@mooncake",
         "Simulated: many engines, Mooncake's trace",
-        "--profile {out}/profile.jsonl --trace {data}/traces/mooncake_trace.jsonl --load 0 --engines 1,4,16",
+        "--profile {out}/profile.jsonl --trace {data}/traces/mooncake_trace.jsonl --load 0 --engines 1,4",
         None,
     ),
     Case("store", "The store on this disk", "", "--mib 32 --churn 1 --repeats 1 --records 256,1024"),
     Case(
         "faults",
         "The store after kills and damages",
-        "--kills 40 --flips 200 --table 20",
+        "--kills 20 --flips 100 --table 10",
         "--kills 5 --flips 60 --table 1",
     ),
     Case(
@@ -128,7 +128,7 @@ CASES = (
     Case(
         "pressure",
         "More requests than memory for KV",
-        "--requests 6 --tokens-in 256 --tokens-out 64 --shares 0.34 --out {out}/pressure.png",
+        "--requests 6 --tokens-in 256 --tokens-out 64 --shares 0.34 --ways load,auto --out {out}/pressure.png",
         None,
     ),
     Case(
