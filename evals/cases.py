@@ -41,7 +41,7 @@ CASES = (
         "--trace {data}/traces/mooncake_trace.jsonl",
         None,
     ),
-    Case("find", "Chunks found in prompts' tokens", "", "--tokens 2048,32768 --chunks 10000 --repeats 5"),
+    Case("find", "Chunks found in prompts' tokens", "--repeats 10", "--tokens 2048,32768 --chunks 10000 --repeats 5"),
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
