@@ -10,7 +10,8 @@ What is simpler than in the product:
 - Storing costs nothing: a chunk that had no KV is in memory, on the disk and in the bucket as soon as its request has
   its first token. (The product computes it again in idle time, and sends it to the bucket within a minute.)
 - There is no page cache: what isn't in memory is read from the disk, unless a request has just waited for it to come
-  from the bucket. The memory has no gaps, and a chunk has one entry, whose size is proportional to its tokens.
+  from the bucket. A chunk has one entry, whose size is proportional to its tokens, and the memory has no gaps: both
+  unless the sizes of chunks are given (`System.sizes`).
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import itertools
 import math
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -66,12 +67,13 @@ class Request:
 class System:
     """What is simulated. The engines are alike.
 
-    kv_bytes: of a token, as stored. kv_tokens: how many tokens' KV fits into an engine's own memory, which limits how
-    many requests are in it. memory_bytes, disk_bytes: of each engine's tiers; None: no limit. token_s: between two
-    tokens of an answer. bucket_bytes_s: how much comes to each engine in a second from the bucket that they share, once
-    bucket_latency_s is over; None if there is none. is_affine: a request goes to the engine that its first chunk's hash
-    names, unless that has more than twice as many as the mean; else always to the one with the fewest requests.
-    is_indexed: the KV of all chunks was stored before, in the bucket, else on each disk that has no limit.
+    kv_bytes: of a token, as stored. sizes: of chunks, by their keys, in bytes, if they are known. kv_tokens: how
+    many tokens' KV fits into an engine's own memory, which limits how many requests are in it. memory_bytes,
+    disk_bytes: of each engine's tiers; None: no limit. token_s: between two tokens of an answer. bucket_bytes_s:
+    how much comes to each engine in a second from the bucket that they share, once bucket_latency_s is over; None
+    if there is none. is_affine: a request goes to the engine that its first chunk's hash names, unless that has
+    more than twice as many as the mean; else always to the one with the fewest requests. is_indexed: the KV of all
+    chunks was stored before, in the bucket, else on each disk that has no limit.
     """
 
     num_engines: int
@@ -87,7 +89,12 @@ class System:
     bucket_latency_s: float = 0.0
     is_affine: bool = False
     is_indexed: bool = False
+    sizes: Mapping[Hashable, int] = field(default_factory=dict)
     admission: Callable[[int], Admission] = Admission
+
+    def size(self, key: Hashable, tokens: int) -> int:
+        """Return the bytes of a chunk's entry."""
+        return self.sizes.get(key, tokens * self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,7 @@ class Simulation:
         self.engines = [
             _Engine(
                 number,
-                Tier(system.memory_bytes, system.eviction),
+                Tier(system.memory_bytes, system.eviction, has_gaps=bool(system.sizes)),
                 Tier(system.disk_bytes, system.eviction, remembers=True, has_all=on_disk),
                 system.admission(system.kv_tokens),
             )
@@ -173,7 +180,7 @@ class Simulation:
         """Store chunks on every engine's disk, as if documents were indexed there."""
         for key, tokens in chunks:
             for engine in self.engines:
-                engine.store(key, tokens * self.system.kv_bytes, tokens)
+                engine.store(key, self.system.size(key, tokens), tokens)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Answered]:
         """Answer requests, which come in the order of their arrival; yield each as its answer ends."""
@@ -223,7 +230,7 @@ class Simulation:
                     break
                 continue
             if key not in engine.coming:
-                size_bytes = tokens * system.kv_bytes
+                size_bytes = system.size(key, tokens)
                 engine.link_free_s = max(engine.link_free_s, self._now_s) + size_bytes / bytes_s
                 engine.coming[key] = engine.link_free_s + system.bucket_latency_s
                 job.bucket_bytes += size_bytes
@@ -237,7 +244,7 @@ class Simulation:
 
     def _come(self, engine: _Engine, key: Hashable, tokens: int) -> None:
         del engine.coming[key]
-        engine.store(key, tokens * self.system.kv_bytes, tokens)
+        engine.store(key, self.system.size(key, tokens), tokens)
 
     def _start(self, engine: _Engine, new: _Job | None = None) -> None:
         """Let the engine begin with the next prompt, if it is free, and has memory for it. new: waits from now on."""
@@ -295,7 +302,7 @@ class Simulation:
             engine.disk.touch(key)
             engine.memory.touch(key)
             if key in loaded and found[i] != MEMORY:
-                size_bytes = tokens * self.system.kv_bytes
+                size_bytes = self.system.size(key, tokens)
                 num_read += size_bytes if found[i] == DISK else 0
                 engine.memory.put(key, size_bytes, tokens, spared=loaded)
         return num_read
@@ -308,7 +315,7 @@ class Simulation:
         missing = [part for part, tier in zip(parts, found, strict=True) if tier == NONE]
         spared = {key for key, _ in parts}
         for key, tokens in reversed(missing) if request.is_exact else missing:
-            size_bytes = tokens * self.system.kv_bytes
+            size_bytes = self.system.size(key, tokens)
             engine.store(key, size_bytes, tokens)
             if key in engine.disk:
                 engine.memory.put(key, size_bytes, tokens, spared)

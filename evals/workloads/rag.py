@@ -8,7 +8,7 @@ alone. vLLM comes twice, with its prefix cache and without it.
 import itertools
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,8 +78,8 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
             yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **_row(answers[i:])}
         if wanted.simulated and answers:
             progress.update("measuring this machine for the simulation")
-            kv_bytes = questions.kv_bytes
-            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers, kv_bytes)}
+            stored = questions.stored()
+            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers, stored)}
 
 
 @dataclass
@@ -120,8 +120,8 @@ async def _one_by_one(
         yield {"part": "alone", "system": name, **_row(timed[1:])}
 
 
-async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed], kv_bytes: int) -> Row:
-    """Return what the simulation expects of the last answers, beside what they were. kv_bytes: of a token, as stored.
+async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed], stored: "_Stored") -> Row:
+    """Return what the simulation expects of the last answers, beside what they were. stored: before this measures.
 
     KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing.
     """
@@ -139,18 +139,19 @@ async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence
         num_engines=1,
         profile=replace(profile, cold_ms=0.0),
         policy=policy,
-        kv_bytes=kv_bytes,
+        kv_bytes=stored.kv_bytes,
         kv_tokens=wanted.kv_tokens,
-        memory_bytes=round(config.store.memory_gib * (1 << 30)),
+        memory_bytes=round(config.store.memory_gib * (1 << 30)) - stored.anchor_bytes,
         token_s=float(np.median([gap for each in answers for gap in each.gaps_s])),
         eviction=config.store.eviction,
         is_indexed=True,
+        sizes=stored.sizes,
     )
     simulated = expected(requests, system, skip=len(requests) - len(answers))
     num_chunks, ttfts = sum(each.chunks for each in answers), [each.ttft_s for each in answers]
     return {
         "questions": len(answers),
-        "kv_bytes": kv_bytes,
+        "kv_bytes": stored.kv_bytes,
         "memory_share": round(sum(each.in_memory for each in answers) / max(1, num_chunks), 4),
         "expected_memory_share": round(simulated.memory_share, 4),
         "ttft_mean_ms": round(1e3 * float(np.mean(ttfts)), 1),
@@ -159,6 +160,16 @@ async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence
         "expected_ttft_p90_ms": round(simulated.ttft_p90_ms, 1),
         "profile": profile.as_dict(),
     }
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What the store has. sizes: of the documents' entries, in bytes, by chunk and by what they were computed behind.
+    kv_bytes: of a token of theirs. anchor_bytes: of all other entries."""
+
+    sizes: dict[Hashable, int]
+    kv_bytes: int
+    anchor_bytes: int
 
 
 class _Questions:
@@ -192,12 +203,14 @@ class _Questions:
         await kv.precompute_anchor(self._found.engine, self._found.store)
         await kv.precompute(self._found.engine, self._found.store, self._chunks, contexts)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes that a token of the documents takes in the store."""
+    def stored(self) -> _Stored:
+        """Return what the store has now."""
         entries = self._found.store.entries
-        sizes = (entries.size(key) for key in entries if key.chunk_hash in self._chunks)
-        return round(sum(sizes) / sum(map(len, self._chunks.values())))
+        sizes = {(key.chunk_hash, key.anchor_hash): entries.size(key) for key in entries}
+        ours: dict[Hashable, int] = {key: size for key, size in sizes.items() if key[0] in self._chunks}
+        num_bytes = sum(ours.values())
+        kv_bytes = round(num_bytes / sum(map(len, self._chunks.values())))
+        return _Stored(ours, kv_bytes, sum(sizes.values()) - num_bytes)
 
     def some(self, number: int) -> list[_Question]:
         return [self._new() for _ in range(number)]

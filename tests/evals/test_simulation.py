@@ -1,12 +1,14 @@
 """The simulator, on systems small enough to be followed by hand, and the product's own decisions in it."""
 
 import json
+import random
 import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from ragkv.config import Config
 from ragkv.controller.cost_model import Chunk, Load, Profile, longest_wait_s, plan
@@ -16,6 +18,9 @@ from ragkv.evals.simulated_tier import Tier
 from ragkv.evals.simulation import TIERS, Request, Simulation, System, expected
 from ragkv.evals.workloads import simulate
 from ragkv.policies import Policy, Selection
+from ragkv.store.entries import Layout
+from ragkv.store.memory import Pool
+from ragkv.store.record import ChunkKey, LayerKV
 
 # 1 s for a thousand tokens prefilled, a tenth of that fused, and as much again from disk.
 NONE = Policy(Selection.NONE)
@@ -112,6 +117,32 @@ def test_the_disk_remembers_uses_of_what_it_evicted():
 
     assert evicted_in_the_end(remembers=True) == ["b"]  # 4 uses, and "a" 6
     assert evicted_in_the_end(remembers=False) == ["a"]  # 3 since it came back
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_memory_with_gaps_holds_what_the_pool_holds(seed):
+    chance = random.Random(seed)
+    keys = [ChunkKey(f"{i:032x}", "0" * 32, "1" * 32, (0, 2)) for i in range(16)]
+    layouts = {key: Layout((chance.randint(90_000, 110_000),), (0, 0)) for key in keys}
+    kv = LayerKV(*torch.zeros(2, 2, 64, 8), base_position=0)
+    pool, tier, even = Pool(470_000), Tier(470_000, "gdsf", has_gaps=True), Tier(470_000, "gdsf")
+    num_found, num_found_even = 0, 0
+    for _ in range(300):
+        wanted = chance.sample(keys, 3)
+        num_found += sum(key in tier for key in wanted)
+        num_found_even += sum(key in even for key in wanted)
+        pool.request(dict.fromkeys(wanted))
+        for key in wanted:
+            tier.touch(key)
+            even.touch(key)
+        for key in wanted:
+            if key not in pool and pool.slot(key, layouts[key], 0, set()) is not None:
+                pool.keep(key, 0, kv)
+            tier.put(key, layouts[key].size_bytes, 64, spared=wanted)
+            even.put(key, layouts[key].size_bytes, 64, spared=wanted)
+        assert [key in tier for key in keys] == [key in pool for key in keys]
+    assert tier.size_bytes == sum(pool.sizes().values())
+    assert 0 < num_found < num_found_even  # the gaps cost hits
 
 
 def test_a_second_engine_halves_the_queue():
