@@ -148,7 +148,7 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 4 --long 30 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 30 --memory-gib 0.03 --simulated",
         "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
         asks_lmcache=True,
     ),
