@@ -48,12 +48,12 @@ CASES = (
         "--tokens 1800 --passages 8 --requests 8 --pause-s 10",
         None,
     ),
-    Case("profile", "What requests take on this machine, for the controller", "", ""),
+    Case("profile", "What requests take on this machine, for the controller", "", None),
     Case(
         "simulate",
         "Simulated: many engines, questions about documents",
         "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 300",
-        "--profile {out}/profile.jsonl --engines 1,4 --chunks 1000,100000 --requests 200",
+        None,
     ),
     Case(
         "simulate@mooncake",
@@ -88,7 +88,7 @@ CASES = (
         "Fidelity: questions about one article's paragraphs",
         f"--dataset xquad --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES} "
         "--out {out}/xquad-examples.jsonl",
-        f"--dataset xquad --data {{data}} --examples 3 --captures 1 --ttft-examples 0 --policies {_POLICIES} "
+        "--dataset xquad --data {data} --examples 2 --captures 1 --ttft-examples 0 --policies none,guided:0.05 "
         "--out {out}/xquad-examples.jsonl",
     ),
     Case(
@@ -149,7 +149,7 @@ CASES = (
         "rag",
         "Questions that arrive at random",
         "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 30 --memory-gib 0.03 --simulated",
-        "--data {data} --documents 8 --top-k 3 --questions 2 --shares 0.5 --long 4 --kv-tokens 6144",
+        "--data {data} --documents 6 --top-k 2 --questions 2 --shares 0.9 --long 0 --kv-tokens 6144",
         asks_lmcache=True,
     ),
     Case(

@@ -106,7 +106,7 @@ def test_a_command_of_ragkvs_own_runs_in_a_new_home_with_the_same_models(tmp_pat
     (tmp_path / "home" / "models" / "a model").write_text("weights")
     monkeypatch.setenv("RAGKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(everything.subprocess, "Popen", Process)
-    done = invoke("--data", tmp_path, "--out", tmp_path / "all", "--quick", "--only", "profile,cache")
+    done = invoke("--data", tmp_path, "--out", tmp_path / "all", "--only", "profile,cache")
     assert done.exit_code == 0, done.output
     (cache, home, _), (profile, new, weights) = seen
     assert (cache, home) == ("eval", tmp_path / "home")
