@@ -153,12 +153,12 @@ CASES = (
         asks_lmcache=True,
     ),
     Case(
-        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 4 --out {out}/load.png", None
+        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 3 --out {out}/load.png", None
     ),
     Case(
         "survival",
         "Conversations through restarts, kills and damages",
-        "--data {data} --conversations 4 --users 4 --turns 3 --tokens 8 --damages 1",
+        "--data {data} --conversations 3 --users 3 --turns 3 --tokens 8 --damages 1",
         None,
     ),
     Case("prompts", "Random prompts of plain vLLM", "--requests 10", None),
