@@ -107,7 +107,7 @@ CASES = (
     Case(
         "chat",
         "Conversations that leave memory between turns",
-        "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 2500 --turns 2 "
+        "--data {data} --conversations 3 --users 3 --think-s 2 --shared 1 --least-tokens 1800 --turns 2 "
         "--kv-tokens 3072 --tokens 8",
         None,
         asks_lmcache=True,
@@ -153,7 +153,7 @@ CASES = (
         asks_lmcache=True,
     ),
     Case(
-        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 3 --out {out}/load.png", None
+        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 3 --top-k 3 --out {out}/load.png", None
     ),
     Case(
         "survival",
@@ -161,9 +161,9 @@ CASES = (
         "--data {data} --conversations 3 --users 3 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 10", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 8", None),
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
-    Case("stalls", "While large requests come in", "--mib 2", None),
+    Case("stalls", "While large requests come in", "--mib 1", None),
     Case("soak", "A server under mixed traffic", "--seconds 40", None),
     Case("churn", "Documents that change within small budgets", "--seconds 40", None),
 )
