@@ -61,7 +61,7 @@ CASES = (
         "--profile {out}/profile.jsonl --trace {data}/traces/mooncake_trace.jsonl --load 0 --engines 1,4",
         None,
     ),
-    Case("store", "The store on this disk", "", "--mib 32 --churn 1 --repeats 1 --records 256,1024"),
+    Case("store", "The store on this disk", "--churn 4", "--mib 32 --churn 1 --repeats 1 --records 256,1024"),
     Case(
         "faults",
         "The store after kills and damages",
