@@ -52,7 +52,7 @@ CASES = (
     Case(
         "simulate",
         "Simulated: many engines, questions about documents",
-        "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 300",
+        "--profile {out}/profile.jsonl --engines 1,4,16,100 --chunks 1000,100000,10000000 --requests 200",
         None,
     ),
     Case(
@@ -165,5 +165,5 @@ CASES = (
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 1", None),
     Case("soak", "A server under mixed traffic", "--seconds 40", None),
-    Case("churn", "Documents that change within small budgets", "--seconds 40", None),
+    Case("churn", "Documents that change within small budgets", "--seconds 20", None),
 )
