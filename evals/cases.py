@@ -45,7 +45,7 @@ CASES = (
     Case(
         "learn",
         "Plain vLLM that learns passages from prompts",
-        "--tokens 1800 --passages 8 --requests 8 --pause-s 10",
+        "--tokens 1800 --passages 8 --requests 6 --pause-s 10",
         None,
     ),
     Case("profile", "What requests take on this machine, for the controller", "", None),
@@ -115,7 +115,7 @@ CASES = (
     Case(
         "analytics",
         "Many short texts behind one instruction",
-        "--data {data} --tokens 500 --requests 8 --repeats 2",
+        "--data {data} --tokens 500 --requests 6 --repeats 2",
         None,
         asks_lmcache=True,
     ),
@@ -142,13 +142,13 @@ CASES = (
     Case(
         "broken-batch",
         "A batch that is killed again and again",
-        "--data {data} --requests 60 --kills 1",
+        "--data {data} --requests 40 --kills 1",
         None,
     ),
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 30 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 16 --memory-gib 0.03 --simulated",
         "--data {data} --documents 6 --top-k 2 --questions 2 --shares 0.9 --long 0 --kv-tokens 6144",
         asks_lmcache=True,
     ),
@@ -161,7 +161,7 @@ CASES = (
         "--data {data} --conversations 3 --users 3 --turns 3 --tokens 8 --damages 1",
         None,
     ),
-    Case("prompts", "Random prompts of plain vLLM", "--requests 8", None),
+    Case("prompts", "Random prompts of plain vLLM", "--requests 6", None),
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 1", None),
     Case("soak", "A server under mixed traffic", "--seconds 40", None),
