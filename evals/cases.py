@@ -148,7 +148,7 @@ CASES = (
     Case(
         "rag",
         "Questions that arrive at random",
-        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 16 --memory-gib 0.03 --simulated",
+        "--data {data} --documents 16 --top-k 4 --shares 0.5 --questions 3 --long 30 --memory-gib 0.03 --simulated",
         "--data {data} --documents 6 --top-k 2 --questions 2 --shares 0.9 --long 0 --kv-tokens 6144",
         asks_lmcache=True,
     ),
