@@ -233,6 +233,7 @@ class Engine:
             self.side.start(request, list(range(len(text))), num_loaded)
             (job,) = self.side.take_work(0, 0).jobs
             assert job.task is None and job.stored[-1].end == num_loaded
+            self.side.keep(StepReports({id: Report()}))
         kept = self.side.save(request, list(range(len(text) + 1)))
         self.side.finish(id)
         saves = self.side.take_work(0, 0).saves
@@ -254,6 +255,23 @@ def test_a_request_is_stored_and_the_next_one_loads_it(store, prefixes):
     engine.side.keep(StepReports({"4": Report(None, TokenReport(exact=512), StageReport(prefix_ms=512.0))}))
     assert engine.ask("5", "abcd", prefill_ms=999.0) == (0, None)
     assert engine.ask("6", "abcd", prefill_ms=1001.0)[0] == 4
+
+
+def test_a_request_that_is_aborted_before_its_kv_is_loaded_isnt_stored(store, prefixes):
+    """Its blocks are empty; and vLLM ends if it is told twice that a request's blocks are free."""
+    engine = Engine(prefixes)
+    put(store, *engine.ask("1", "abcd", keep="session")[1].spans)
+    blocks = list(range(7))
+    for id, has_come in (("2", False), ("3", True)):
+        request = engine.request(id, "abcdef", keep="session")
+        engine.side.start(request, blocks, engine.side.match(request, 0)[0])
+        engine.side.take_work(0, 0)
+        if has_come:
+            engine.side.keep(StepReports({id: Report(None, TokenReport(exact=4 * BLOCK), StageReport())}))
+        assert engine.side.save(request, blocks) == has_come
+        engine.side.finish(id)
+        work = engine.side.take_work(0, 0)
+        assert (work.aborted == {id}, len(work.saves)) == (not has_come, has_come)
 
 
 def test_a_folder_that_cant_be_read_costs_the_prefixes_only(prefixes, monkeypatch, caplog):

@@ -254,10 +254,11 @@ class SchedulerSide:
     def save(self, request: "Request", block_ids: list[int]) -> bool:
         """Have a finished request's blocks stored, as far as that pays. Returns whether vLLM is to keep them meanwhile.
 
-        Those of a request of which vLLM holds nothing exactly, such as a precomputation, aren't.
+        Those of a request of which vLLM holds nothing exactly, such as a precomputation, aren't; nor those of one that
+        was aborted before its KV was loaded: its blocks are empty, and vLLM frees them when the worker drops its job.
         """
         generation = self._generations.pop(request.request_id, None)
-        if self._prefixes is None or generation is None:
+        if self._prefixes is None or generation is None or request.request_id in self._running:
             return False
         use, stored = self._prefix_use(request), self._prefixes.stored
         num_computed = min(request.num_computed_tokens, request.num_tokens - 1, len(block_ids) * stored.block_size)
