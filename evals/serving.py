@@ -18,6 +18,7 @@ from ragkv.config import Config
 from ragkv.errors import RagKVError
 from ragkv.evals.watched import as_environment, watched, with_models
 
+_LOG_LINES = 40  # of a server that failed
 START_S, FINISH_S = 600, 600  # what the server may take to begin, and to index what was uploaded
 
 
@@ -34,14 +35,22 @@ class Served:
 
 @contextmanager
 def served(config: Config, module: str = "ragkv", **variables: str) -> Iterator[Served]:
-    """Run `ragkv serve` in a new home, with `config`'s models. module: the one that is run as the command."""
+    """Run `ragkv serve` in a new home, with `config`'s models. module: the one that is run as the command.
+
+    The end of the server's log is added to what is raised within.
+    """
     with tempfile.TemporaryDirectory(prefix="ragkv-serve-") as name, socket.create_server(("127.0.0.1", 0)) as free:
         home, port = with_models(Path(name), config.home), free.getsockname()[1]
         free.close()
         command = [sys.executable, "-m", module, "serve", "--port", str(port)]
         environment = {**os.environ, **as_environment(config, home), **variables}
         with (home / "serve.log").open("wb") as log, watched(command, environment, log) as process:
-            yield Served(f"http://127.0.0.1:{port}", process, home)
+            server = Served(f"http://127.0.0.1:{port}", process, home)
+            try:
+                yield server
+            except RagKVError as error:
+                lines = server.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                raise RagKVError("\n".join([f"{error}; the server's log ends with", *lines])) from error
 
 
 async def until_ready(client: httpx.AsyncClient) -> None:

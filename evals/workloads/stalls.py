@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from ragkv.config import Config
+from ragkv.errors import RagKVError
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.manual import TITLES
 from ragkv.evals.parameters import Stalls
@@ -97,8 +98,11 @@ async def _row(server: Served, client: httpx.AsyncClient, name: str, body: dict[
 
 
 async def _sent(client: httpx.AsyncClient, content: bytes) -> int:
-    """Return the status of the answer."""
-    return (await client.post(_CHAT, content=content, headers={"content-type": "application/json"})).status_code
+    """Return the status of the answer. Raises RagKVError if the server fails: what takes it no time says nothing then."""
+    answer = await client.post(_CHAT, content=content, headers={"content-type": "application/json"})
+    if answer.status_code >= 500:
+        raise RagKVError(f"the server answered with status {answer.status_code}: {answer.text}")
+    return answer.status_code
 
 
 async def _stream(client: httpx.AsyncClient, tokens: list[float]) -> None:

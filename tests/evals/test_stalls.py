@@ -9,10 +9,11 @@ import httpx
 import pytest
 from server_harness import ScriptedPipeline, running
 
-from ragkv.config import MAIN
+from ragkv.config import MAIN, Config
+from ragkv.errors import EngineStoppedError, RagKVError
 from ragkv.evals.experiment import Progress
 from ragkv.evals.parameters import Stalls
-from ragkv.evals.serving import Served
+from ragkv.evals.serving import Served, served
 from ragkv.evals.watched_loop import PAUSES, WatchedLoops, longest_pause_ms
 from ragkv.evals.workloads import stalls
 from ragkv.server.chat_request import ChatRequest
@@ -66,6 +67,21 @@ def test_each_kind_of_request_has_a_row(tmp_path) -> None:
     statuses = {row["request"]: row["status"] for row in rows if row["status"] != 200}
     assert statuses == {"nothing else": None, "100,000 parts": 422, "10,000 messages of nobody's": 422}
     assert rows[0]["seconds"] >= 3 and all(row["gap_ms"] >= 0 for row in rows)
+
+
+def test_a_server_whose_engine_stops_has_no_rows(tmp_path) -> None:
+    stopped = ScriptedPipeline(tmp_path, [EngineStoppedError("vLLM isn't running")])
+    with running({MAIN: stopped}, tmp_path) as client, pytest.raises(RagKVError, match="503.*vLLM isn't running"):
+        asyncio.run(stalls._measure(Served(str(client.base_url), None, tmp_path), Stalls(mib=0.1), Progress()))
+
+
+def test_an_error_has_the_end_of_the_servers_log(tmp_path) -> None:
+    with (
+        pytest.raises(RagKVError, match="it stopped; the server's log ends with\n.*No module named ragkv.nothing"),
+        served(Config(home=tmp_path), "ragkv.nothing") as server,
+    ):
+        server.process.wait()
+        raise RagKVError("it stopped")
 
 
 def test_what_cannot_be_indexed_is_an_error(tmp_path) -> None:
