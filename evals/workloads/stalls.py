@@ -98,7 +98,7 @@ async def _row(server: Served, client: httpx.AsyncClient, name: str, body: dict[
 
 
 async def _sent(client: httpx.AsyncClient, content: bytes) -> int:
-    """Return the status of the answer. Raises RagKVError if the server fails: what takes it no time says nothing then."""
+    """Return the status of the answer. Raises RagKVError if the server fails: how fast it does says nothing."""
     answer = await client.post(_CHAT, content=content, headers={"content-type": "application/json"})
     if answer.status_code >= 500:
         raise RagKVError(f"the server answered with status {answer.status_code}: {answer.text}")

@@ -1,9 +1,10 @@
 """Exact prefixes: stored by one engine, loaded by the next, and never anything but what vLLM would have computed."""
 
+import asyncio
 import time
 
 import pytest
-from engine_harness import Harness, assert_same
+from engine_harness import Harness, assert_same, lay_out
 
 from ragkv.engine.task import PrefixUse
 from ragkv.store.entries import EntryFolder
@@ -105,6 +106,27 @@ def test_an_instruction_shorter_than_a_block_comes_back(harness, text):
     expected = harness.ask_now(asked, salt="another's", keep="once")
     assert expected.report is None
     assert_same(found, expected)
+
+
+def test_who_leaves_before_the_kv_is_there_leaves_the_engine_well_and_nothing_stored(harness, anchor, text, question):
+    forget_all(harness)
+    chunks = [text[i : i + 160] for i in range(0, 3200, 160)]
+    harness.precompute(anchor, chunks)
+    token_ids, task = lay_out(anchor, chunks, question, "full")
+
+    async def abort_some():
+        first = asyncio.create_task(harness.ask(token_ids, task, salt="fused"))
+        leave = [asyncio.create_task(harness.ask(token_ids, task, salt=f"fused-{i}", keep="session")) for i in range(3)]
+        await asyncio.sleep(0.4)  # the first is fused, and the others wait for it
+        assert not first.done()
+        for pending in leave:
+            pending.cancel()
+        await asyncio.gather(*leave, return_exceptions=True)
+        return await first
+
+    harness.run(abort_some())
+    harness.ask_now(text[:900], salt="d", keep="session")
+    wait_for_files(harness.prefixes, 4)  # those of this one alone
 
 
 @pytest.mark.parametrize("num_tokens", [300, 430])  # vLLM has 256 or 384 of them: a whole segment, and a part of one
