@@ -115,14 +115,15 @@ def test_who_leaves_before_the_kv_is_there_leaves_the_engine_well_and_nothing_st
     token_ids, task = lay_out(anchor, chunks, question, "full")
 
     async def abort_some():
-        first = asyncio.create_task(harness.ask(token_ids, task, salt="fused"))
-        leave = [asyncio.create_task(harness.ask(token_ids, task, salt=f"fused-{i}", keep="session")) for i in range(3)]
-        await asyncio.sleep(0.4)  # the first is fused, and the others wait for it
-        assert not first.done()
+        beside = asyncio.create_task(harness.ask(text[:100], max_tokens=200))  # so that the others are fused in slices
+        await asyncio.sleep(0.5)
+        leave = [asyncio.create_task(harness.ask(token_ids, task, salt=f"fused-{i}", keep="session")) for i in range(4)]
+        await asyncio.sleep(0.4)
+        assert not any(each.done() for each in (beside, *leave))
         for pending in leave:
             pending.cancel()
         await asyncio.gather(*leave, return_exceptions=True)
-        return await first
+        return await beside
 
     harness.run(abort_some())
     harness.ask_now(text[:900], salt="d", keep="session")
