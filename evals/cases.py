@@ -161,6 +161,12 @@ CASES = (
         "--data {data} --conversations 3 --users 3 --turns 3 --tokens 8 --damages 1",
         None,
     ),
+    Case(
+        "remote",
+        "Two homes that share a bucket",
+        "--states disk,open,slow,closed --documents 6 --questions 2 --top-k 3",
+        None,
+    ),
     Case("prompts", "Random prompts of plain vLLM", "--requests 6", None),
     Case("uploads", "While a large file is indexed", "--mib 1 --uploads 3 --answers 2", None),
     Case("stalls", "While large requests come in", "--mib 1", None),

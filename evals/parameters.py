@@ -220,6 +220,7 @@ class Chat:
     lmcache: bool = option("Also of LMCache, which has to be installed beside ragkv.", False)
 
 
+BUCKETS = ("disk", "open", "slow", "changing", "silent", "closed")
 DAMAGES = (
     "a flipped bit",
     "a file cut off",
@@ -320,6 +321,19 @@ class Batch:
     kv_tokens: int = option("Memory for KV, in tokens.", 6144, least=2048)
     repeats: int = option("Times that each mix goes in each order, of which the median counts.", 3, least=1)
     out: Path | None = option("A picture of the memory in use over time.", None)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Two homes that share a bucket, and what a question costs while the bucket is slow, silent or gone."""
+
+    states: tuple[str, ...] = option(
+        "Of the bucket; disk: the KV is there already.", ",".join(BUCKETS), parse=parsing.among(*BUCKETS)
+    )
+    documents: int = option("How many, of some 600 tokens each.", 12, least=1, most=40)
+    questions: int = option("In each state.", 6, least=1, most=40)
+    top_k: int = option("Chunks of a question.", 4, least=1)
+    busy: bool = option("Another client asks without a pause meanwhile.", False)
 
 
 @dataclass(frozen=True)

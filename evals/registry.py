@@ -21,6 +21,7 @@ from ragkv.evals.parameters import (
     Prompts,
     Quality,
     Rag,
+    Remote,
     Retrieval,
     Simulate,
     Soak,
@@ -55,6 +56,7 @@ EXPERIMENTS = (
     Experiment("soak", Soak, f"{_ROBUSTNESS}.soak", robustness.soak, VLLM[:-1], fails=lambda row: row["problems"]),
     Experiment("uploads", Uploads, f"{_WORKLOADS}.uploads", robustness.uploads, VLLM[:-1]),
     Experiment("stalls", Stalls, f"{_WORKLOADS}.stalls", robustness.stalls, VLLM[:-1]),
+    Experiment("remote", Remote, f"{_WORKLOADS}.remote", robustness.remote, VLLM),
     Experiment("chat", Chat, f"{_WORKLOADS}.chat", tables.chat, VLLM),
     Experiment(
         "survival", Survival, f"{_ROBUSTNESS}.survival", robustness.faults, VLLM, fails=lambda row: row["failed"]

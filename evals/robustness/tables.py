@@ -37,6 +37,26 @@ def soak(rows: Sequence[Row]) -> None:
         out.print(problem, style="red", markup=False, soft_wrap=True)
 
 
+def remote(rows: Sequence[Row]) -> None:
+    table = Table("bucket", box=None, padding=(0, 2, 0, 0))
+    for name in ("first token, median and largest", "all KV in time", "differing answers", "as before again after"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row["state"] == "second home":
+            out.print(
+                f"the second home took {row['entries_fetched']} of {row['entries']} entries in {row['ingest_s']:g} s, "
+                f"prefilled {row['chunks_prefilled']} chunks, and has {row['equal_files']} files and "
+                f"{row['equal_answers']} of {row['questions']} answers like the first home's"
+            )
+            continue
+        recovered = "never" if row["recovered_s"] is None else f"{row['recovered_s']:g} s"
+        times, in_time = f"{row['median']:g}, {row['largest']:g}", f"{row['in_time']} of {row['questions']}"
+        table.add_row(row["state"], times, in_time, str(row["differing"]), recovered)
+    if table.row_count:
+        out.print(table)
+        out.print("times are shares of full prefill's of the same question")
+
+
 def broken_batch(rows: Sequence[Row]) -> None:
     for row in rows:
         out.print(
