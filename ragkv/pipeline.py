@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,17 +147,19 @@ class Pipeline:
             options = replace(options, max_tokens=1 if is_given else min(options.max_tokens, left))
             sources = self._search.sources(fitted.question_hits)
             yield Retrieved(sources)
-            waited_s = await self._fetch(fitted, options.policy, engine)
             generation: Generation | None = None
-            while generation is None or self._is_rejected(generation, options):
-                options = options if generation is None else replace(options, policy=raised(options.policy))
-                request = self._router.route(conversation, options, fitted, engine, generation_before)
-                is_there = options.hand_over == "take"
-                waited_s += await self._shared.fetch(request, engine, self._router.profile, waited_s, is_there=is_there)
-                generation = Generation(request, options, begun_at, generation)
-                async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
-                    async for event in events:
-                        yield event
+            with ExitStack() as late:
+                waited_s = await self._fetch(fitted, options.policy, engine, late)
+                while generation is None or self._is_rejected(generation, options):
+                    options = options if generation is None else replace(options, policy=raised(options.policy))
+                    request = self._router.route(conversation, options, fitted, engine, generation_before)
+                    is_there, profile = options.hand_over == "take", self._router.profile
+                    waited_s += await self._shared.fetch(request, engine, profile, waited_s, late, is_there=is_there)
+                    generation = Generation(request, options, begun_at, generation)
+                    async with aclosing(generation.events(self._texts(generation, options, engine))) as events:
+                        async for event in events:
+                            late.close()  # the first token is there
+                            yield event
             if generation.output.finish_reason in (None, "abort", "error"):
                 raise EngineStoppedError("vLLM gave up this request before its answer was complete; ask again")
             await self._settle(conversation, options, request, generation)
@@ -184,11 +186,12 @@ class Pipeline:
         hits = self._search.hits(asked.questions, options.top_k, len(asked.turns))
         return asked, fit(layout, in_one_turn(layout, asked, hits[0], room), hits, room)
 
-    async def _fetch(self, fitted: Fitted, policy: Policy, engine: Engine) -> float:
+    async def _fetch(self, fitted: Fitted, policy: Policy, engine: Engine, late: ExitStack) -> float:
         """Bring KV from the bucket, if there is one, as far as it comes in a small part of the time that the request
-        takes without; the rest is there for the next request. Returns the seconds that it took."""
-        begun_at = time.monotonic()
-        if self.workspace.tier is None or not self.workspace.fuses or policy.is_full:
+        takes without. late: is closed once the request has its first token; then the rest is brought, for the next
+        one. Returns the seconds that it took."""
+        begun_at, tier = time.monotonic(), self.workspace.tier
+        if tier is None or not self.workspace.fuses or policy.is_full:
             return 0.0
         kv, store = self.workspace.chunk_kv(engine), self.workspace.store
         task = kv.task(fitted.prompt, [hit.chunk.chunk_hash for hit in fitted.hits], policy, store)
@@ -196,7 +199,8 @@ class Pipeline:
         num_missing = sum(num_tokens for key, num_tokens in wanted.items() if not store.contains(key))
         if num_missing:
             num_tokens = len(fitted.prompt.token_ids)
-            await self.workspace.fetch(wanted, longest_wait_s(self._router.profile, num_tokens, num_missing))
+            late.callback(tier.begin, list(wanted))
+            await tier.fetch(wanted, longest_wait_s(self._router.profile, num_tokens, num_missing))
         return time.monotonic() - begun_at
 
     def _origins(self, generation: Generation) -> TokenOrigins:

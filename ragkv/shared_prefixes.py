@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from ragkv.controller.cost_model import GIVEN_SHARE, WAIT_SHARE, Profile, longest_wait_s
@@ -30,14 +31,22 @@ class SharedPrefixes:
         self._fingerprint = workspace.owner.fingerprint
 
     async def fetch(
-        self, request: Request, engine: Engine, profile: Profile | None, waited_s: float, *, is_there: bool
+        self,
+        request: Request,
+        engine: Engine,
+        profile: Profile | None,
+        waited_s: float,
+        late: ExitStack,
+        *,
+        is_there: bool,
     ) -> float:
         """Bring the longest prefix of a request that the bucket has, as far as it isn't stored; wait for it as for
         chunks' KV (`longest_wait_s`). Returns the seconds that it took.
 
-        What has come is found on the disk; what comes later is there for the next request. waited_s: how long the
-        request has waited for the bucket already. is_there: another machine has just made all of it for this
-        request and sent it, which the bucket's list may not tell yet; it is waited for longer.
+        What has come is found on the disk. waited_s: how long the request has waited for the bucket already. late: is
+        closed once the request has its first token; then the rest is brought, for the next one. is_there: another
+        machine has just made all of it for this request and sent it, which the bucket's list may not tell yet; it is
+        waited for longer.
         """
         begun_at, begun_in, num_tokens = time.monotonic(), request.prefix.generation, len(request.prompt.token_ids)
         if self._tier is None or begun_in is None or engine.unsupported is not None:  # it loads none
@@ -56,6 +65,7 @@ class SharedPrefixes:
             if is_there:
                 for key in missing:
                     tier.expect(key)
+            late.callback(tier.begin, list(missing), is_wanted)
             await tier.fetch(missing, max(0.0, longest_s), is_wanted)
         return time.monotonic() - begun_at
 

@@ -128,9 +128,9 @@ class Workspace:
         their place: the anchor, where a mean holds both. Thread-safe."""
         return {self.anchor_hash} if len(self.alone_hashes) > 1 else set()
 
-    async def fetch(self, keys: Iterable[ChunkKey], longest_s: float | None = None) -> int:
-        """Bring entries that aren't stored from the bucket, if there is one: see `RemoteTier.fetch`."""
-        return 0 if self.tier is None else await self.tier.fetch(keys, longest_s)
+    async def fetch(self, keys: Iterable[ChunkKey]) -> int:
+        """Bring entries that aren't stored from the bucket, if there is one, and wait for them: `RemoteTier.fetch`."""
+        return 0 if self.tier is None else await self.tier.fetch(keys)
 
     def retriever(self, corpus: Corpus) -> Retriever:
         """Make a retriever. Each user needs its own, since it remembers questions."""

@@ -40,7 +40,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._coming: dict[ChunkKey, Future[bool]] = {}
         self._mean_bytes = 0.0
-        self._is_closed = False
+        self._is_closed = self._was_in_vain = False
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="ragkv-fetch")
 
     async def fetch(
@@ -51,27 +51,39 @@ class Fetcher:
     ) -> int:
         """Bring those of these entries that aren't stored and that the bucket has. Returns how many have come.
 
-        longest_s: how long to wait for them, which is not at all for those that aren't expected by then, or that the
-        bucket didn't have when it was listed. They are stored nevertheless when they come. None: until all have come,
-        or failed. is_wanted: as of `DiskStore.put`, of those that aren't on their way already.
+        longest_s: how long to wait for them. Those that aren't expected by then, or that the bucket didn't have when it
+        was listed, aren't begun: they would take processor time from a request that can't wait for them (`begin`).
+        None: until all have come, or failed. is_wanted: as of `DiskStore.put`, of those that aren't on their way yet.
         """
         missing = [key for key in dict.fromkeys(keys) if self._is_missing(key)]
         if self._remote.breaker.rests:
             self._miss(OUTAGE, len(missing))
             return 0
-        coming = {key: self._begin(key, is_wanted) for key in missing}
-        if longest_s is not None:  # what another machine has sent since is there for the next request
+        if longest_s is not None:  # what another machine has sent since is for the next request
             missing = [key for key in missing if self._contents.may_have(key)]
-        num_awaited = len(missing) if longest_s is None else self.num_in_time(missing, longest_s)
-        waits = [asyncio.wrap_future(future) for key in missing[:num_awaited] if (future := coming[key]) is not None]
-        if waits:
-            await asyncio.wait(waits, timeout=longest_s)
-        done = [future for key in missing if (future := coming[key]) is not None and future.done()]
+        awaited = missing if longest_s is None else missing[: self.num_in_time(missing, longest_s)]
+        coming = [future for key in awaited if (future := self._begin(key, is_wanted)) is not None]
+        if coming:
+            await asyncio.wait(map(asyncio.wrap_future, coming), timeout=longest_s)
+        done = [future for future in coming if future.done()]
+        if len(done) < len(coming):
+            self._was_in_vain = True
         self._miss(LATE, len(missing) - len(done))
         return sum(not future.cancelled() and future.result() for future in done)
 
+    def begin(self, keys: Iterable[ChunkKey], is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Begin to bring those of these entries that aren't stored, for requests that come later."""
+        if not self._remote.breaker.rests:
+            for key in filter(self._is_missing, dict.fromkeys(keys)):
+                self._begin(key, is_wanted)
+
     def num_in_time(self, keys: Sequence[ChunkKey], longest_s: float) -> int:
-        """Return how many of these entries, the first ones, can be expected so soon, behind all that is on its way."""
+        """Return how many of these entries, the first ones, can be expected so soon, behind all that is on its way.
+
+        None of them, if one was waited for in vain and nothing has come or failed since.
+        """
+        if self._was_in_vain:
+            return 0
         with self._lock:
             num_bytes = sum(self._expected_bytes(key) for key in self._coming if key not in keys)
         for count, key in enumerate(keys):
@@ -131,6 +143,7 @@ class Fetcher:
         finally:
             with self._lock:
                 self._coming.pop(key, None)
+                self._was_in_vain = False
         return False
 
     def _was_cleared(self, key: ChunkKey, change: int) -> bool:

@@ -64,7 +64,7 @@ class RemoteTier:
         self._contents, self._deletions = Contents(listed_for_s), Deletions(store.path / _DELETIONS)
         known = (self._contents, self._deletions, self.traffic, unneeded)
         self._fetcher, self._sender = Fetcher(store, remote, *known), Sender(store, remote, *known, is_quiet, waiting)
-        self.fetch, self.send = self._fetcher.fetch, self._sender.send
+        self.fetch, self.begin, self.send = self._fetcher.fetch, self._fetcher.begin, self._sender.send
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         store.before_delete = self.note_deletions

@@ -96,7 +96,8 @@ class ExactKV:
             copied.append((self._loader.key(span), self._copied(span, torch.tensor(save.block_ids))))
             yield
         num_bytes = sum(kv.size_bytes for _, layers in copied for kv in layers)
-        self._waiting_bytes += num_bytes
+        with self._lock:
+            self._waiting_bytes += num_bytes
         self._writer.submit(self._write, copied, save, num_bytes)
 
     def _copied(self, span: Span, block_ids: torch.Tensor) -> list[LayerKV]:
@@ -121,7 +122,8 @@ class ExactKV:
             logger.exception("a prefix isn't kept")
             self.lose()
         finally:
-            self._waiting_bytes -= num_bytes
+            with self._lock:
+                self._waiting_bytes -= num_bytes
 
     def lose(self) -> None:
         """Count a prefix that isn't stored as it was to be."""
