@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -123,11 +124,13 @@ async def _one_by_one(
 async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed], stored: "_Stored") -> Row:
     """Return what the simulation expects of the last answers, beside what they were. stored: before this measures.
 
-    KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing.
+    KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing. The
+    profile is of the times that requests usually take: the best ones, by which the controller compares two ways, are
+    shorter, and where requests queue that adds up.
     """
     policy, wanted = Policy.of(config.answer.policy, config.answer.budget), ours.wanted
     bench = found.bench(wanted.chunk_tokens)
-    profile = await measure(bench, found.kv, policy, found.store, found.engine.max_model_len)
+    profile = await measure(bench, found.kv, policy, found.store, found.engine.max_model_len, median)
     if profile is None:
         raise ConfigError(f"there is nothing to simulate for the policy {policy.label}: it reuses nothing")
     requests = of_tasks(

@@ -112,11 +112,19 @@ async def profile_machine(workspace: Workspace, policy: Policy, report: Callable
             workspace.store.delete(unused)
 
 
-async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: DiskStore, max_model_len: int) -> Profile | None:
+async def measure(
+    bench: Bench,
+    kv: ChunkKV,
+    policy: Policy,
+    store: DiskStore,
+    max_model_len: int,
+    statistic: Callable[[Sequence[float]], float] = min,
+) -> Profile | None:
     """Time a minute of requests and fit a profile; None if the model's context is too short for a fused prompt.
 
     Requests are timed in rounds over all lengths, and the best time of each counts: whatever else the machine does
-    makes requests slower for seconds at a time, and must not make one length look slower than another.
+    makes requests slower for seconds at a time, and must not make one length look slower than another. statistic: in
+    its place, of the times of a request, but for the first where there are more.
     """
     prefill: list[_Request] = []
     fused: list[_Request] = []
@@ -134,12 +142,12 @@ async def measure(bench: Bench, kv: ChunkKV, policy: Policy, store: DiskStore, m
     begin = time.perf_counter()
     for _ in range(_ROUNDS):
         for request in requests:
-            if not request.timed or time.perf_counter() - begin + 1e-3 * request.ttft_ms < _LONG_S:
+            if not request.timed or time.perf_counter() - begin + 1e-3 * request.timed[-1].ttft_ms < _LONG_S:
                 request.timed.append(await bench.ask(request.prompt, request.task))
-    samples = [request.sample for request in fused if request.is_as_asked]
+    samples = [request.sample(statistic) for request in fused if request.is_as_asked]
     if not samples:
         return None
-    return Profile.fit(policy, [request.sample for request in prefill], samples, _cold_ms(store, keys))
+    return Profile.fit(policy, [request.sample(statistic) for request in prefill], samples, _cold_ms(store, keys))
 
 
 @dataclass
@@ -149,17 +157,13 @@ class _Request:
     timed: list[Timed] = field(default_factory=list)
 
     @property
-    def ttft_ms(self) -> float:
-        return min(timed.ttft_ms for timed in self.timed)
-
-    @property
     def is_as_asked(self) -> bool:
         return self.task is not None and self.timed[-1].report.policy == self.task.policy
 
-    @property
-    def sample(self) -> Sample:
-        num_tokens = len(self.prompt.token_ids)
-        return Sample(Load(num_tokens) if self.task is None else load_of(num_tokens, self.task), self.ttft_ms)
+    def sample(self, statistic: Callable[[Sequence[float]], float]) -> Sample:
+        num_tokens, times = len(self.prompt.token_ids), [timed.ttft_ms for timed in self.timed]
+        load = Load(num_tokens) if self.task is None else load_of(num_tokens, self.task)
+        return Sample(load, statistic(times[1:] or times))
 
 
 def load_of(num_tokens: int, task: FuseTask) -> Load:
