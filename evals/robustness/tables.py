@@ -54,7 +54,7 @@ def remote(rows: Sequence[Row]) -> None:
         table.add_row(row["state"], times, in_time, str(row["differing"]), recovered)
     if table.row_count:
         out.print(table)
-        out.print("times are shares of full prefill's of the same question")
+        out.print("times are shares of those of vLLM's own prefill of the same question")
 
 
 def broken_batch(rows: Sequence[Row]) -> None:

@@ -2,24 +2,25 @@
 
 The first home indexes; the second one, which has no KV, takes all of it from the bucket and answers. Then, in each
 state of the bucket, the second home's KV is taken from its disk before each question, and the time to the first token
-is set beside full prefill's of the same question, asked right before or after it. A real S3 server (moto's) on this
-machine stands behind a proxy that slows it down or takes it away; both share its cores with vLLM.
+is set beside that of vLLM's own prefill of the same question, asked right before or after it. A real S3 server
+(moto's) on this machine stands behind a proxy that slows it down or takes it away; both share its cores with vLLM.
 """
 
 import asyncio
 import random
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
 from typing import Any
 
-from ragkv.answer import Answer, AnswerOptions, Delta
+from ragkv.answer import Answer, AnswerOptions, Conversation, Delta
 from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals import bucket as s3
@@ -28,7 +29,7 @@ from ragkv.evals.manual import CHARACTERS, TITLES
 from ragkv.evals.parameters import Remote
 from ragkv.evals.watched import with_models
 from ragkv.pipeline import Pipeline
-from ragkv.policies import FULL, Policy
+from ragkv.policies import Policy
 
 _SLOW, _FAST = 20 << 20, 400 << 20  # bytes a second
 _CHANGES_S = 0.3  # between the rates of a bucket that changes
@@ -42,12 +43,10 @@ _Work = Coroutine[Any, Any, None]
 class _Asked:
     """An answer, and the seconds until its first token."""
 
-    answer: Answer
+    text: str
     ttft_s: float
-
-    @property
-    def reused(self) -> int:
-        return self.answer.usage.reused_tokens
+    num_tokens: int
+    reused: int
 
 
 async def run(config: Config, wanted: Remote, progress: Progress) -> AsyncIterator[Row]:
@@ -82,7 +81,7 @@ async def run(config: Config, wanted: Remote, progress: Progress) -> AsyncIterat
                 "chunks_prefilled": report.chunks_prefilled,
                 "equal_files": sum(_files(second).get(key) == data for key, data in files.items()),
                 "questions": len(questions),
-                "equal_answers": sum(a.answer.text == b.answer.text for a, b in zip(expected, found, strict=True)),
+                "equal_answers": sum(a.text == b.text for a, b in zip(expected, found, strict=True)),
                 "ingest_s": round(ingest_s, 1),
             }
             for state in wanted.states:
@@ -127,14 +126,25 @@ class _Trial:
         policy = Policy.of(answer.policy, answer.budget)
         self._options = AnswerOptions(policy, wanted.top_k, _TOKENS, fresh=True)
 
-    async def ask(self, question: str, *, is_full: bool = False) -> _Asked:
-        options = replace(self._options, policy=FULL) if is_full else self._options
+    async def ask(self, question: str) -> _Asked:
         begin, ttft_s = time.monotonic(), 0.0
-        async for event in self._pipeline.answer(question, options):
+        async for event in self._pipeline.answer(question, self._options):
             if isinstance(event, Delta) and not ttft_s:
                 ttft_s = time.monotonic() - begin
         assert isinstance(event, Answer)
-        return _Asked(event, ttft_s)
+        return _Asked(event.text, ttft_s, event.usage.prompt_tokens, event.usage.reused_tokens)
+
+    async def ask_vllm(self, question: str, max_tokens: int = _TOKENS) -> _Asked:
+        """Have vLLM prefill a question's prompt itself; finding its chunks is in the time."""
+        begin, ttft_s, text = time.monotonic(), 0.0, ""
+        engine = await self._pipeline.workspace.start()
+        asked = (Conversation(question), self._options, engine.max_model_len)
+        _, fitted = await asyncio.to_thread(self._pipeline.retrieve, *asked)
+        token_ids, salt = fitted.prompt.token_ids, uuid.uuid4().hex
+        async for output in engine.generate(token_ids, None, max_tokens=max_tokens, salt=salt):
+            ttft_s = ttft_s or time.monotonic() - begin
+            text += output.text
+        return _Asked(text, ttft_s, len(token_ids), 0)
 
     async def in_state(self, state: str, questions: list[str], whole: list[_Asked]) -> Row:
         """Return the row of one state. whole: the answers over all stored KV, in the order of the questions."""
@@ -147,14 +157,14 @@ class _Trial:
                 self._progress.update(f"{state}: questions", i, len(questions))
                 if state != "disk":
                     self._lose()
-                times: dict[bool, _Asked] = {}
-                for is_full in (i % 2 == 0, i % 2 != 0):
-                    times[is_full] = await self.ask(question, is_full=is_full)
-                full, found = times[True], times[False]
+                if i % 2:
+                    found, full = await self.ask(question), await self.ask_vllm(question)
+                else:
+                    full, found = await self.ask_vllm(question), await self.ask(question)
                 ratios.append(found.ttft_s / full.ttft_s)
                 in_time += found.reused == stored.reused
                 if found.reused in (0, stored.reused):
-                    differing += found.answer.text != (stored if found.reused else full).answer.text
+                    differing += found.text != (stored if found.reused else full).text
                 await self._arrived()
         recovered_s = await self._recovered(questions[0], whole[0])
         return {
@@ -168,7 +178,7 @@ class _Trial:
             "differing": differing,
             "misses": dict(tier.traffic.misses - misses),
             "recovered_s": recovered_s,
-            "prompt_tokens": [asked.answer.usage.prompt_tokens for asked in whole],
+            "prompt_tokens": [asked.num_tokens for asked in whole],
         }
 
     def _set(self, state: str) -> _Work | None:
@@ -187,10 +197,8 @@ class _Trial:
 
     async def _other(self) -> None:
         """Be another client, which asks without a pause and without stored KV."""
-        options = replace(self._options, policy=FULL, max_tokens=_OTHER_TOKENS)
         for title in cycle(TITLES):
-            async for _ in self._pipeline.answer(f"Tell all that there is about {title.lower()}.", options):
-                pass
+            await self.ask_vllm(f"Tell all that there is about {title.lower()}.", _OTHER_TOKENS)
 
     def _lose(self) -> None:
         """Take all chunks' KV from the disk, as eviction does; the anchor's is never evicted."""
