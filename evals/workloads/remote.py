@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from ragkv.answer import Answer, AnswerOptions, Conversation, Delta
+from ragkv.background import IDLE_S
 from ragkv.config import Config
 from ragkv.errors import ConfigError
 from ragkv.evals import bucket as s3
@@ -34,7 +35,8 @@ from ragkv.policies import Policy
 _SLOW, _FAST = 20 << 20, 400 << 20  # bytes a second
 _CHANGES_S = 0.3  # between the rates of a bucket that changes
 _TIMEOUT_S = 10.0  # of a request to the bucket
-_RECOVERY_S, _ARRIVAL_S, _QUIET_S = 90.0, 20.0, 0.5
+_RECOVERY_S, _ARRIVAL_S = 90.0, 20.0
+_QUIET_S = 0.6 * IDLE_S  # before idle time, in which missing KV is restored and a question waits for that step's end
 _TOKENS, _OTHER_TOKENS = 16, 200  # of an answer, and of one to the other client
 _Work = Coroutine[Any, Any, None]
 
