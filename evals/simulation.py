@@ -366,16 +366,17 @@ def _hash(key: Hashable) -> int:
 @dataclass(frozen=True)
 class Expected:
     """What a real run is compared with. memory_share: of the chunks' tokens whose KV was found, those in memory.
-    ttft_mean_ms, ttft_p90_ms: of all requests."""
+    ttft_mean_ms, ttft_p90_ms: of all that count."""
 
     memory_share: float
     ttft_mean_ms: float
     ttft_p90_ms: float
 
 
-def expected(requests: Sequence[Request], system: System, *, skip: int = 0) -> Expected:
-    """Return how a system answers requests. skip: so many of the first don't count."""
-    answers = sorted(Simulation(system).run(requests), key=lambda each: each.arrived_s)[skip:]
+def expected(requests: Sequence[Request], system: System, counted: Sequence[int] | None = None) -> Expected:
+    """Return how a system answers requests. counted: the numbers of those that count; None: all."""
+    answers = sorted(Simulation(system).run(requests), key=lambda each: each.arrived_s)
+    answers = answers if counted is None else [answers[i] for i in counted]
     loaded = np.sum([each.tokens for each in answers if each.way != "prefill"] or [(0,) * len(TIERS)], axis=0)
     ttfts = [each.ttft_ms for each in answers]
     memory_share = float(loaded[0] / max(1, loaded[:3].sum()))

@@ -18,13 +18,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ragkv.config import Config
+from ragkv.controller.cost_model import Profile
 from ragkv.controller.profile import measure
 from ragkv.engine.engine import Engine
 from ragkv.engine.task import FuseTask
 from ragkv.errors import ConfigError
 from ragkv.evals import datasets
 from ragkv.evals.arrivals import as_they_come, gaps
-from ragkv.evals.beside_vllm import RAGKV, VLLM, Arms, Timed, ask, folder, in_turn, memory_for, peers, start
+from ragkv.evals.beside_vllm import RAGKV, VLLM, Arms, Timed, ask, folder, in_turn, memory_for, parts, peers, start
 from ragkv.evals.experiment import Progress, Row
 from ragkv.evals.parameters import Rag
 from ragkv.evals.rig import Rig, rig
@@ -35,6 +36,7 @@ from ragkv.retriever.hashing import chunk_hash
 
 _NUM_CONTEXTS = 2
 _HUNDRED = 100
+_PART, _BETWEEN = 10, 2  # of a run that is simulated: questions that arrive at random, and then alone
 _IDLE_S = 1000.0  # since the question before, as far as the simulation knows: nothing is in work any more
 
 
@@ -70,17 +72,18 @@ async def run(config: Config, wanted: Rag, progress: Progress) -> AsyncIterator[
             for name in in_turn(engines, i):
                 rate = share * rates[name]
                 progress.update(f"{name}: {wanted.questions} questions, {60 * rate:.1f} a minute")
-                yield {"part": "rate", "system": name, "rate": rate, **_row(await asked[name].arriving(batch, rate))}
-        ours, answers = asked[RAGKV], list[Timed]()
+                pauses = gaps(len(batch), rate, wanted.seed)
+                yield {"part": "rate", "system": name, "rate": rate, **_row(await asked[name].arriving(batch, pauses))}
+        ours, run = asked[RAGKV], _LongRun()
         for i in range(0, wanted.long, _HUNDRED):
             progress.update("a long run", i, wanted.long)
             rate, batch = wanted.shares[0] * rates[RAGKV], questions.some(min(_HUNDRED, wanted.long - i))
-            answers += await ours.arriving(batch, rate)
-            yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **_row(answers[i:])}
-        if wanted.simulated and answers:
+            await run.go_on(ours, batch, gaps(len(batch), rate, wanted.seed), questions if wanted.simulated else None)
+            yield {"part": "long", "system": RAGKV, "from": i, "rate": rate, **_row(run.answers[i:])}
+        if wanted.simulated and run.answers:
             progress.update("measuring this machine for the simulation")
             stored = questions.stored()
-            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, answers, stored)}
+            yield {"part": "simulated", "system": RAGKV, **await _simulated(config, found, ours, run, stored)}
 
 
 @dataclass
@@ -96,9 +99,8 @@ class _Asked:
         self.earlier.append((question, _IDLE_S))
         return await self._ask(question)
 
-    async def arriving(self, questions: Sequence[_Question], rate: float) -> list[Timed]:
-        """Ask these at random moments, and wait for all."""
-        pauses = gaps(len(questions), rate, self.wanted.seed)
+    async def arriving(self, questions: Sequence[_Question], pauses: Sequence[float]) -> list[Timed]:
+        """Ask each of these after its pause, and wait for all."""
         self.earlier += zip(questions, [_IDLE_S, *pauses[1:]], strict=True)
         return await as_they_come(self._ask, questions, pauses)
 
@@ -107,6 +109,27 @@ class _Asked:
             salt = uuid.uuid4().hex
             return await ask(self.engine, question.token_ids, self.wanted.tokens, "once", salt, question.task)
         return await ask(self.engine, question.token_ids, self.wanted.tokens)
+
+
+@dataclass
+class _LongRun:
+    """Questions that arrive at random. alone: others, asked one after the other between parts of the run, while nothing
+    else is in work; both in the order in which they were asked, `is_alone` says which is which."""
+
+    answers: list[Timed] = field(default_factory=list)
+    alone: list[Timed] = field(default_factory=list)
+    is_alone: list[bool] = field(default_factory=list)
+
+    async def go_on(
+        self, ours: _Asked, batch: Sequence[_Question], pauses: Sequence[float], others: "_Questions | None"
+    ) -> None:
+        """Ask a batch. others: where the questions between its parts are from; None: there are none, nor parts."""
+        for part in parts(len(batch), _PART if others is not None else len(batch)):
+            self.answers += await ours.arriving(batch[part.start : part.stop], pauses[part.start : part.stop])
+            self.is_alone += [False] * len(part)
+            for question in others.some(_BETWEEN) if others is not None else ():
+                self.alone.append(await ours.alone(question))
+                self.is_alone.append(True)
 
 
 async def _one_by_one(
@@ -121,17 +144,17 @@ async def _one_by_one(
         yield {"part": "alone", "system": name, **_row(timed[1:])}
 
 
-async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence[Timed], stored: "_Stored") -> Row:
-    """Return what the simulation expects of the last answers, beside what they were. stored: before this measures.
+async def _simulated(config: Config, found: Rig, ours: _Asked, run: _LongRun, stored: "_Stored") -> Row:
+    """Return what the simulation expects of a run, beside what it was. stored: before this measures.
 
-    KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing. The
-    profile is of the times that requests usually take: the best ones, by which the controller compares two ways, are
-    shorter, and where requests queue that adds up.
+    KV that was computed just now is in the page cache, which the simulation doesn't have: a read costs nothing. A
+    machine that others share may be half as fast again a minute later, so the profile, which is measured after the run,
+    is scaled to what questions took that were asked alone during it.
     """
     policy, wanted = Policy.of(config.answer.policy, config.answer.budget), ours.wanted
     bench = found.bench(wanted.chunk_tokens)
-    profile = await measure(bench, found.kv, policy, found.store, found.engine.max_model_len, median)
-    if profile is None:
+    measured = await measure(bench, found.kv, policy, found.store, found.engine.max_model_len, median)
+    if measured is None:
         raise ConfigError(f"there is nothing to simulate for the policy {policy.label}: it reuses nothing")
     requests = of_tasks(
         ((len(question.token_ids), question.task) for question, _ in ours.earlier),
@@ -140,29 +163,41 @@ async def _simulated(config: Config, found: Rig, ours: _Asked, answers: Sequence
     )
     system = System(
         num_engines=1,
-        profile=replace(profile, cold_ms=0.0),
+        profile=replace(measured, cold_ms=0.0),
         policy=policy,
         kv_bytes=stored.kv_bytes,
         kv_tokens=wanted.kv_tokens,
         memory_bytes=round(config.store.memory_gib * (1 << 30)) - stored.anchor_bytes,
-        token_s=float(np.median([gap for each in answers for gap in each.gaps_s])),
+        token_s=float(np.median([gap for each in run.answers for gap in each.gaps_s])),
         eviction=config.store.eviction,
         is_indexed=True,
         sizes=stored.sizes,
     )
-    simulated = expected(requests, system, skip=len(requests) - len(answers))
-    num_chunks, ttfts = sum(each.chunks for each in answers), [each.ttft_s for each in answers]
+    first = len(requests) - len(run.is_alone)
+    alone, others = ([first + i for i, each in enumerate(run.is_alone) if each == kind] for kind in (True, False))
+    alone_ms = 1e3 * float(np.mean([each.ttft_s for each in run.alone]))
+    scale = alone_ms / expected(requests, system, alone).ttft_mean_ms
+    simulated = expected(requests, replace(system, profile=_scaled(system.profile, scale)), others)
+    num_chunks, ttfts = sum(each.chunks for each in run.answers), [each.ttft_s for each in run.answers]
     return {
-        "questions": len(answers),
+        "questions": len(run.answers),
         "kv_bytes": stored.kv_bytes,
-        "memory_share": round(sum(each.in_memory for each in answers) / max(1, num_chunks), 4),
+        "memory_share": round(sum(each.in_memory for each in run.answers) / max(1, num_chunks), 4),
         "expected_memory_share": round(simulated.memory_share, 4),
         "ttft_mean_ms": round(1e3 * float(np.mean(ttfts)), 1),
         "expected_ttft_mean_ms": round(simulated.ttft_mean_ms, 1),
         "ttft_p90_ms": round(1e3 * float(np.percentile(ttfts, 90)), 1),
         "expected_ttft_p90_ms": round(simulated.ttft_p90_ms, 1),
-        "profile": profile.as_dict(),
+        "alone_ms": round(alone_ms, 1),
+        "scale": round(scale, 3),
+        "profile": measured.as_dict(),
     }
+
+
+def _scaled(profile: Profile, factor: float) -> Profile:
+    """Return the profile of a machine on which prompts take so many times as long."""
+    prefill, fused = (tuple(factor * c for c in each) for each in (profile.prefill, profile.fused))
+    return replace(profile, prefill=prefill, fused=fused, cold_ms=factor * profile.cold_ms)
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def test_real_tasks_are_replayed():
     found = expected(requests, replace(SYSTEM, is_indexed=True))
     assert found.memory_share == 0.25  # "a" the second time
     assert found.ttft_mean_ms == pytest.approx(10 + 90 * 2.05 + 100 + 150)  # 200 ms and 100 ms from disk
-    assert expected(requests, replace(SYSTEM, is_indexed=True), skip=1).memory_share == 0.5
+    assert expected(requests, replace(SYSTEM, is_indexed=True), [1]).memory_share == 0.5
 
 
 def test_a_profile_is_read_from_a_file_or_the_lack_is_told(tmp_path):
