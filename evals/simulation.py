@@ -9,6 +9,8 @@ What is simpler than in the product:
   wait for the prompt.
 - Storing costs nothing: a chunk that had no KV is in memory, on the disk and in the bucket as soon as its request has
   its first token. (The product computes it again in idle time, and sends it to the bucket within a minute.)
+- What can't come from the bucket in time is on its way at once; the product fetches it after the first token. Nobody
+  has waited in vain.
 - There is no page cache: what isn't in memory is read from the disk, unless a request has just waited for it to come
   from the bucket. A chunk has one entry, whose size is proportional to its tokens, and the memory has no gaps: both
   unless the sizes of chunks are given (`System.sizes`).

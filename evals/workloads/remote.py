@@ -159,15 +159,14 @@ class _Trial:
                 self._progress.update(f"{state}: questions", i, len(questions))
                 if state != "disk":
                     self._lose()
-                if i % 2:
-                    found, full = await self.ask(question), await self.ask_vllm(question)
-                else:
-                    full, found = await self.ask_vllm(question), await self.ask(question)
+                full = None if i % 2 else await self.ask_vllm(question)
+                found = await self.ask(question)
+                await self._arrived()  # what comes after the first token would slow vLLM down
+                full = full or await self.ask_vllm(question)
                 ratios.append(found.ttft_s / full.ttft_s)
                 in_time += found.reused == stored.reused
                 if found.reused in (0, stored.reused):
                     differing += found.text != (stored if found.reused else full).text
-                await self._arrived()
         recovered_s = await self._recovered(questions[0], whole[0])
         return {
             "state": state,
